@@ -1,0 +1,248 @@
+"""VGG19 for 28x28 images: layers, logits, loss; finding and restoring a checkpoint.
+
+  python network.py        the layer table: name, output shape, parameters, multiply-adds of one image
+
+19 weight layers, 38,947,914 parameters. Knows no flags, and of files only checkpoints.
+"""
+import glob
+import os
+import re
+
+if __name__ == '__main__':
+  import data_input  # run alone, it starts like the other scripts; as a module it knows nothing of data_input
+import tensorflow.compat.v1 as tf
+
+# Output channels of the 3x3 convolutions, block by block; each block ends in a max pool.
+BLOCKS = [[64, 64], [128, 128], [256] * 4, [512] * 4, [512] * 4]
+DENSE = [4096, 4096]
+WEIGHT_DECAY = 0.0004
+TRAINING_DONE = 'training_done'  # file in a checkpoint folder: no further checkpoint will come
+flags = tf.app.flags
+
+
+class CheckpointError(flags.Error, ValueError):
+  """There is no checkpoint that can be used; the message says where, why and what would mend it."""
+
+
+# ---------------------------------------------------------------- layers
+
+
+def convolve(images, kernel, stride=1):
+  """SAME convolution of images [batch, height, width, in] with a 3x3 kernel [3, 3, in, out].
+
+  On maps up to 2x2 every output sees every input, so the convolution is a dense layer whose matrix
+  [height*width*in, height*width*out] is put together from the kernel's taps; the taps that would only see padding
+  are not computed. There TensorFlow's CPU convolutions take several times as long (tests/benchmarks/run.py step).
+  """
+  height, width, channels = images.shape.as_list()[1:]
+  if stride > 1 or max(height, width) > 2:
+    return tf.nn.conv2d(images, kernel, [1, stride, stride, 1], 'SAME')
+  taps = [tf.unstack(row) for row in tf.unstack(kernel)]
+  pixels = [(y, x) for y in range(height) for x in range(width)]
+  # Rows are inputs, columns outputs: the input at (y, x) reaches the output at (v, u) through tap (y-v+1, x-u+1).
+  matrix = [tf.concat([taps[y - v + 1][x - u + 1] for v, u in pixels], 1) for y, x in pixels]
+  flat = tf.matmul(tf.reshape(images, [-1, height * width * channels]), tf.concat(matrix, 0))
+  return tf.reshape(flat, [-1, height, width, kernel.shape.as_list()[3]])
+
+
+def weights_and_biases(kernel_shape):
+  """He-normal kernel (He et al. 2015, arXiv:1502.01852) and zero biases, in the current variable scope."""
+  # Resource variables on either TensorFlow: reads are ordered with updates, and towers share their buffers.
+  kernel = tf.get_variable('weights', kernel_shape, initializer=tf.initializers.he_normal(), use_resource=True)
+  biases = tf.get_variable('biases', kernel_shape[-1:], initializer=tf.zeros_initializer(), use_resource=True)
+  return kernel, biases
+
+
+class NETWORK(object):
+  """VGG19: logits, and with labels the loss.
+
+  Args:
+    image_batch: float32 [batch, 28, 28, 3], standardised; batch may be unknown.
+    label_batch: one-hot float32 [batch, num_classes], or None where there are no labels: then no losses.
+    keep_prob: probability that dropout keeps a unit of fc6 and fc7, in (0, 1]; counts only when training.
+    num_classes: width of the logits.
+    is_training: whether dropout is on.
+
+  Attributes:
+    logits: float32 [batch, num_classes].
+    cross_entropy: scalar, mean over the batch, in nats.
+    weight_decay: scalar, 0.0004 times the l2_loss of the decayed kernels: the first convolution of each block, fc6, fc7.
+    losses: scalar, cross_entropy + weight_decay.
+    layers: list of (name, output shape without batch, parameters, multiply-adds of one image).
+
+  Variables are made by `tf.get_variable` in the current scope: conv1_1/weights, conv1_1/biases, ... fc8/biases.
+  """
+
+  def __init__(self, image_batch, label_batch, keep_prob, num_classes, is_training):
+    self.image_batch = image_batch
+    self.label_batch = label_batch
+    self.keep_prob = keep_prob if is_training else 1
+    self.num_classes = num_classes
+    self.layers = []
+    self._decayed = []
+    self.logits = self.inference()
+    if label_batch is not None:
+      self.losses = self.loss()
+
+  def inference(self):
+    """The layers, from images to logits."""
+    x = self.image_batch
+    for block, widths in enumerate(BLOCKS, 1):
+      for i, width in enumerate(widths, 1):
+        stride = 2 if (block, i) == (1, 2) else 1
+        x = self.conv(x, width, stride, 'conv%d_%d' % (block, i), decayed=i == 1)
+      x = tf.nn.max_pool(x, [1, 3, 3, 1], [1, 2, 2, 1], 'SAME', name='pool%d' % block)
+    x = tf.reshape(x, [-1, x.shape[1:].num_elements()])
+    for i, width in enumerate(DENSE, 6):
+      x = tf.nn.relu(self.dense(x, width, 'fc%d' % i, decayed=True))
+      if self.keep_prob != 1:
+        x = tf.nn.dropout(x, rate=1 - self.keep_prob)
+    return self.dense(x, self.num_classes, 'fc8', decayed=False)
+
+  def conv(self, x, width, stride, name, decayed):
+    """3x3 SAME convolution + ReLU, [batch, h, w, in] -> [batch, h/stride, w/stride, width]."""
+    height, breadth, channels = x.shape.as_list()[1:]
+    with tf.variable_scope(name):
+      kernel, biases = weights_and_biases([3, 3, channels, width])
+      y = tf.nn.relu(tf.nn.bias_add(convolve(x, kernel, stride), biases))
+    out_pixels = y.shape[1] * y.shape[2]
+    taps = min(9, int(height * breadth))  # up to 2x2, convolve computes only the taps that meet a pixel
+    self._note(name, y, kernel, biases, decayed, int(out_pixels) * taps * channels * width)
+    return y
+
+  def dense(self, x, width, name, decayed):
+    """Fully connected layer, [batch, in] -> [batch, width]."""
+    channels = x.shape.as_list()[1]
+    with tf.variable_scope(name):
+      kernel, biases = weights_and_biases([channels, width])
+      y = tf.nn.bias_add(tf.matmul(x, kernel), biases)
+    self._note(name, y, kernel, biases, decayed, channels * width)
+    return y
+
+  def _note(self, name, y, kernel, biases, decayed, multiply_adds):
+    if decayed:
+      self._decayed.append(kernel)
+    parameters = kernel.shape.num_elements() + biases.shape.num_elements()
+    self.layers.append((name, y.shape.as_list()[1:], parameters, multiply_adds))
+
+  def loss(self):
+    """Mean cross-entropy plus weight decay, a scalar; keeps both parts as attributes."""
+    self.cross_entropy = tf.reduce_mean(
+      tf.nn.softmax_cross_entropy_with_logits_v2(labels=self.label_batch, logits=self.logits)
+    )
+    self.weight_decay = WEIGHT_DECAY * tf.add_n([tf.nn.l2_loss(kernel) for kernel in self._decayed])
+    return self.cross_entropy + self.weight_decay
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def checkpoint_step(prefix):
+  """The global step that a checkpoint's name ends in, or -1."""
+  return int((re.findall(r'-(\d+)$', prefix) or [-1])[0])
+
+
+def _is_whole(prefix):
+  """Whether a checkpoint's index can be read and all its data files are there."""
+  shards = glob.glob(glob.escape(prefix) + '.data-?????-of-?????')
+  if not os.path.isfile(prefix + '.index') or not shards or len(shards) != int(shards[0][-5:]):
+    return False
+  try:
+    return bool(tf.train.NewCheckpointReader(prefix))
+  except tf.errors.OpError:
+    return False
+
+
+def list_checkpoints(folder):
+  """Prefixes of the whole checkpoints in a folder, by step; none is an empty list."""
+  prefixes = [index[: -len('.index')] for index in glob.glob(os.path.join(glob.escape(folder), '*.index'))]
+  return sorted(filter(_is_whole, prefixes), key=checkpoint_step)
+
+
+def find_checkpoint(path):
+  """The checkpoint that `path` means: a prefix, one of its files, or a folder, whose newest it is.
+
+  In a folder the `checkpoint` file tells, by name alone, so that a folder may be moved; where what it names is gone
+  or incomplete, the whole checkpoint of the highest step is taken, with a warning.
+
+  Returns the prefix. Raises CheckpointError where there is none.
+  """
+  if not os.path.isdir(path):
+    prefix = re.sub(r'\.(index|meta|data-\d{5}-of-\d{5})$', '', path)
+    if _is_whole(prefix):
+      return prefix
+    if os.path.exists(path) or os.path.exists(prefix + '.index'):
+      raise CheckpointError('%s is no whole checkpoint: give a folder, or a prefix that has .index and all its .data files' % path)
+    raise CheckpointError('no checkpoint at %s: train one with train.py, or give another folder or prefix' % path)
+  whole = list_checkpoints(path)
+  if not whole:
+    raise CheckpointError('no checkpoint in the folder %s: train one with train.py, or give another folder' % path)
+  try:
+    state = tf.train.get_checkpoint_state(path)
+  except Exception:  # not a CheckpointState, of whatever kind the parser says
+    state = None
+  named = state and os.path.join(path, os.path.basename(state.model_checkpoint_path))
+  if named in whole:
+    return named
+  if named:
+    tf.logging.warning('%s/checkpoint names %s, which is gone or incomplete; taking %s', path, named, whole[-1])
+  return whole[-1]
+
+
+def resume_point(path):
+  """The checkpoint at which training in `path` goes on, or None where there is nothing to go on from.
+
+  Raises CheckpointError where checkpoints are there but none is whole: a fresh start would hide that.
+  """
+  traces = glob.glob(os.path.join(glob.escape(path), '*.index')) or os.path.exists(os.path.join(path, 'checkpoint'))
+  return find_checkpoint(path) if traces or (os.path.exists(path) and not os.path.isdir(path)) or _is_whole(path) else None
+
+
+def read_values(path, variables):
+  """Values of `variables` in the checkpoint that `path` means (see find_checkpoint), their checksums verified.
+
+  Training may delete the files just found: then the newer checkpoint is read.
+
+  Returns the prefix and a list of arrays. Raises CheckpointError: none there, damaged, or of another network.
+  """
+  prefix = find_checkpoint(path)
+  try:
+    reader = tf.train.NewCheckpointReader(prefix)
+    shapes = reader.get_variable_to_shape_map()
+    for variable in variables:
+      name, shape = variable.op.name, variable.shape.as_list()
+      if shapes.get(name) != shape:
+        raise CheckpointError('%s is not of this network: its %s has shape %s instead of %s'
+                              % (prefix, name, shapes.get(name), shape))  # fmt: skip
+    return prefix, [reader.get_tensor(variable.op.name) for variable in variables]
+  except tf.errors.OpError as error:
+    if find_checkpoint(path) != prefix:
+      return read_values(path, variables)
+    raise CheckpointError('%s is damaged (%s): delete it or give another one' % (prefix, error.message))
+
+
+def restore(session, variables, path):
+  """Sets `variables` from a checkpoint, which is only read, once all values are known good; see read_values."""
+  prefix, values = read_values(path, variables)
+  for variable, value in zip(variables, values):
+    variable.load(value, session)
+  return prefix
+
+
+# ---------------------------------------------------------------- run alone
+
+
+def layer_table():
+  """The layers as text, with totals."""
+  import pandas as pd
+
+  with tf.Graph().as_default():
+    layers = NETWORK(tf.placeholder(tf.float32, [None, 28, 28, 3]), None, 1, 10, False).layers
+  rows = [(name, 'x'.join(map(str, shape)), parameters, madds) for name, shape, parameters, madds in layers]
+  table = pd.DataFrame(rows, columns=['layer', 'output', 'parameters', 'multiply-adds'])
+  table.loc[len(table)] = ['total', '', table['parameters'].sum(), table['multiply-adds'].sum()]
+  return table.to_string(index=False, formatters=dict.fromkeys(['parameters', 'multiply-adds'], '{:,}'.format))
+
+
+if __name__ == '__main__':
+  data_input.run(lambda _: print(layer_table()), flags.FlagValues(), __doc__)

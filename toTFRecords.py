@@ -1,0 +1,155 @@
+"""Turns a folder of images into TFRecords of (pixels, image name), for test_tfrecords.py.
+
+  python toTFRecords.py --image_dir data/test --output data/test.tfrecords
+
+PNG, JPEG and GIF of any colour kind, also in folders below; each is decoded to RGB, resized to 32x32 where it is not, and
+stored under its path relative to the folder. The output appears when it is complete; one that was there before is then
+replaced.
+"""
+import concurrent.futures
+import os
+import re
+import sys
+
+# first: it imports TensorFlow quietly
+from data_input import IMAGE_SIZE, DataError, default_threads, example, natural_order, run, whole_file
+
+import numpy as np
+import tensorflow.compat.v1 as tf
+from tqdm import tqdm
+
+flags = tf.app.flags
+FLAGS = flags.FlagValues()
+flags.DEFINE_string('image_dir', 'data/test', 'folder of images', flag_values=FLAGS)
+flags.DEFINE_string('output', 'data/test.tfrecords', 'file to write', flag_values=FLAGS)
+flags.DEFINE_integer('num_threads', default_threads(), 'threads that read and decode', 1, flag_values=FLAGS)
+flags.DEFINE_bool('skip_unreadable', False, 'leave out images that cannot be read, instead of ending', flag_values=FLAGS)
+
+SUFFIXES = ('.png', '.jpg', '.jpeg', '.gif')
+CHUNK = 1024  # images in memory at a time
+
+
+def list_images(folder):
+  """Paths of the images in `folder` and below, relative to it and in natural order, and of all other files."""
+  if not os.path.isdir(folder):
+    raise DataError('--image_dir %s is no folder: give the folder of the images' % folder)
+  images, others = [], []
+  for root, _, names in os.walk(folder, onerror=_raise):
+    for name in names:
+      # macOS keeps a ._ file beside each file it copies: named as an image, but none.
+      is_image = name.lower().endswith(SUFFIXES) and not name.startswith('.')
+      (images if is_image else others).append(os.path.relpath(os.path.join(root, name), folder))
+  if not images:
+    raise DataError('no images in %s: it holds no %s file' % (folder, ', '.join(SUFFIXES)))
+  images.sort(key=natural_order)
+  ids = {}
+  for name in images:
+    twin = ids.setdefault(os.path.splitext(name)[0], name)
+    if twin != name:
+      raise DataError('%s and %s in %s would have the same id in the predictions: rename one' % (twin, name, folder))
+  return images, others
+
+
+def _raise(error):
+  raise error
+
+
+class Decoder(object):
+  """Image files -> uint8 [32, 32, 3]; may be called from several threads."""
+
+  def __init__(self):
+    with tf.Graph().as_default(), tf.device('/cpu:0'):
+      session = tf.Session()
+      contents = tf.placeholder(tf.string, [])
+      # The accurate method is what viewers use; the default differs by TensorFlow version.
+      jpeg = tf.image.decode_jpeg(contents, channels=3, dct_method='INTEGER_ACCURATE')
+      png = tf.image.decode_png(contents, channels=3)
+      image = tf.placeholder(tf.uint8, [None, None, 3])
+      small = tf.image.resize_images(image[None], [IMAGE_SIZE, IMAGE_SIZE], tf.image.ResizeMethod.AREA)[0]
+      self._decoders = {b'\xff\xd8\xff': session.make_callable(jpeg, [contents]),
+                        b'\x89PNG': session.make_callable(png, [contents]),
+                        b'GIF8': session.make_callable(png, [contents])}  # fmt: skip
+      self._resize = session.make_callable(tf.cast(tf.round(small), tf.uint8), [image])
+
+  def __call__(self, path):
+    """Returns the pixels and whether they were resized. Raises DataError where the file is no whole image."""
+    with open(path, 'rb') as f:
+      contents = f.read()
+    for magic, decode in self._decoders.items():
+      if contents.startswith(magic):
+        break
+    else:
+      raise DataError('empty' if not contents else 'no PNG, JPEG or GIF')
+    try:
+      pixels = decode(contents)
+    except tf.errors.OpError:
+      raise DataError('damaged')
+    resized = pixels.shape != (IMAGE_SIZE, IMAGE_SIZE, 3)
+    return (self._resize(pixels) if resized else pixels), resized
+
+
+def decode_all(folder, names, num_threads):
+  """Yields (name, pixels, resized, error) for each of `names` in order; pixels or error is None."""
+  decoder = Decoder()
+
+  def decode(name):
+    try:
+      return (name,) + decoder(os.path.join(folder, name)) + (None,)
+    except (DataError, OSError) as error:
+      return name, None, False, '%s (%s)' % (name, getattr(error, 'strerror', None) or error)
+
+  with concurrent.futures.ThreadPoolExecutor(num_threads) as pool, tqdm(total=len(names), unit=' images',
+                                                                        disable=not sys.stderr.isatty()) as bar:  # fmt: skip
+    for start in range(0, len(names), CHUNK):
+      for result in pool.map(decode, names[start : start + CHUNK]):
+        bar.update()
+        yield result
+
+
+def convert(folder, names, output, num_threads, skip_unreadable):
+  """Writes the images `names` of `folder` to `output`, whole or not at all.
+
+  Returns the number written and the number resized, and a list of what could not be read.
+  Raises DataError that names all unreadable images, unless `skip_unreadable`; flags.Error where the disk is full.
+  """
+  written, resized, unreadable = 0, 0, []
+  with whole_file(output) as partial:
+    try:
+      with tf.python_io.TFRecordWriter(partial) as writer:
+        for name, pixels, was_resized, error in decode_all(folder, names, num_threads):
+          if error:
+            unreadable.append(error)
+          elif skip_unreadable or not unreadable:
+            writer.write(example(os.fsencode(name.replace(os.sep, '/')), pixels))
+            written, resized = written + 1, resized + was_resized
+    except tf.errors.OpError as error:
+      raise DataError('cannot write %s: %s' % (output, error.message))
+    if unreadable and not skip_unreadable:
+      raise DataError('%d of %d images in %s cannot be read: %s. Mend them, or leave them out with --skip_unreadable'
+                      % (len(unreadable), len(names), folder, shorten(unreadable)))  # fmt: skip
+    if not written:
+      raise DataError('no image in %s can be read: %s' % (folder, shorten(unreadable)))
+  return written, resized, unreadable
+
+
+def shorten(names, shown=20):
+  """The first names of a list, and how many more there are."""
+  more = ', and %d more' % (len(names) - shown) if len(names) > shown else ''
+  return ', '.join(names[:shown]) + more
+
+
+def main(_):
+  names, others = list_images(FLAGS.image_dir)
+  if os.path.isdir(FLAGS.output):
+    raise flags.Error('--output %s is a folder: give the name of a file' % FLAGS.output)
+  os.makedirs(os.path.dirname(FLAGS.output) or '.', exist_ok=True)
+  written, resized, unreadable = convert(FLAGS.image_dir, names, FLAGS.output, FLAGS.num_threads, FLAGS.skip_unreadable)
+  print('%s: %d written, %d skipped, %d resized to %dx%d'
+        % (FLAGS.output, written, len(unreadable), resized, IMAGE_SIZE, IMAGE_SIZE))  # fmt: skip
+  for count, what, some in ((len(unreadable), 'skipped, unreadable', unreadable), (len(others), 'ignored, no images', others)):
+    if count:
+      print('%d %s: %s' % (count, what, shorten(some)), file=sys.stderr)
+
+
+if __name__ == '__main__':
+  run(main, FLAGS, __doc__)

@@ -1,0 +1,369 @@
+"""Trains VGG19 on CIFAR-10: one tower a GPU, gradients averaged, one update.
+
+  python train.py                         all visible GPUs, or one tower on the CPU
+  python train.py --num_gpus 4            four towers; without a GPU on virtual CPU devices, for trying
+  tensorboard --logdir checkpoints        loss, accuracy, learning rate, images/s, queue fill
+
+Run again in the same folder, it goes on where it was. Ctrl-C or SIGTERM saves first.
+"""
+import collections
+import glob
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+
+from data_input import CLASSES, data_input, default_threads, run  # first: it imports TensorFlow quietly
+
+import numpy as np
+import tensorflow.compat.v1 as tf
+from tqdm import tqdm
+
+import network
+
+flags = tf.app.flags
+FLAGS = flags.FlagValues()
+flags.DEFINE_string('data_dir', 'data', 'folder with the .bin files, or the one above it', flag_values=FLAGS)
+flags.DEFINE_string('checkpoint_dir', 'checkpoints', 'folder for checkpoints and summaries; resumes there', flag_values=FLAGS)
+flags.DEFINE_integer('num_gpus', None, 'towers (default: all visible GPUs, or one CPU tower)', 1, flag_values=FLAGS)
+flags.DEFINE_integer('batch_size', 128, 'images per tower and step', 1, flag_values=FLAGS)
+flags.DEFINE_float('epochs', 100, 'passes over the data; fixes the learning rate schedule', 1e-3, flag_values=FLAGS)
+flags.DEFINE_integer('max_steps', None, 'stop at this global step; leaves the schedule as it is', 1, flag_values=FLAGS)
+flags.DEFINE_float('learning_rate', 0.03, 'peak, reached after the warm-up', 0, flag_values=FLAGS)
+flags.DEFINE_float('momentum', 0.9, 'of the update', 0, 1, flag_values=FLAGS)
+flags.DEFINE_float('keep_prob', 0.5, 'probability that dropout keeps a unit of fc6 and fc7', 1e-3, 1, flag_values=FLAGS)
+flags.DEFINE_integer('save_steps', 400, 'steps between checkpoints', 1, flag_values=FLAGS)
+flags.DEFINE_integer('keep_checkpoints', 5, 'newest checkpoints that stay on disk', 1, flag_values=FLAGS)
+flags.DEFINE_integer('num_threads', default_threads(), 'preprocessing threads', 1, flag_values=FLAGS)
+flags.DEFINE_integer('seed', None, 'of weights, order and augmentation (default: another each run)', flag_values=FLAGS)
+
+WARMUP_EPOCHS = 1  # at full rate from the start, He-normal weights without batch norm often diverge
+SUMMARY_STEPS = 10  # steps that one TensorBoard point averages
+LINE_SECONDS = 10  # between progress lines where stderr is no terminal
+
+
+# ---------------------------------------------------------------- devices
+
+
+def tower_devices(num_gpus):
+  """Devices of the towers. Raises flags.Error where more GPUs are asked for than there are."""
+  visible = len(tf.config.experimental.list_physical_devices('GPU'))
+  if not visible:
+    towers = num_gpus or 1
+    warn('TensorFlow sees no GPU: %d tower%s on the CPU, many times slower than a GPU. If there is one, start with '
+         'TF_CPP_MIN_LOG_LEVEL=0 to read why it is not used' % (towers, ' runs' if towers == 1 else 's run'))  # fmt: skip
+    return ['/cpu:%d' % i for i in range(towers)]
+  if (num_gpus or 0) > visible:
+    raise flags.Error('--num_gpus %d: only %d visible; give at most that' % (num_gpus, visible))
+  return ['/gpu:%d' % i for i in range(num_gpus or visible)]
+
+
+def place(tower, variable_devices, load):
+  """Device function: a variable goes where `load` (bytes per device, kept up to date) is least, the rest to `tower`."""
+
+  def device(op):
+    if op.type != 'VarHandleOp':
+      return tower
+    least = min(variable_devices, key=lambda name: load[name])
+    load[least] += tf.TensorShape(op.get_attr('shape')).num_elements() * op.get_attr('dtype').size
+    return least
+
+  return device
+
+
+def session_config(devices):
+  cpus = {'CPU': len(devices)} if 'cpu' in devices[0] else {}
+  config = tf.ConfigProto(allow_soft_placement=True, device_count=cpus)
+  config.gpu_options.allow_growth = True  # leaves room for val.py --watch on the same GPU
+  return config
+
+
+# ---------------------------------------------------------------- graph
+
+
+def learning_rate(images_seen, num_records, epochs, peak):
+  """Linear warm-up to `peak`, then half a cosine to 0 at the end of the last epoch: a function of images seen alone.
+
+  `images_seen`: integer tensor, those of the coming update included. Returns a float32 scalar.
+  """
+  epoch = tf.cast(images_seen, tf.float32) / num_records
+  warmup = min(WARMUP_EPOCHS, epochs / 2)
+  progress = tf.clip_by_value((epoch - warmup) / (epochs - warmup), 0.0, 1.0)
+  return peak * tf.minimum(epoch / warmup, 0.5 + 0.5 * tf.cos(math.pi * progress))
+
+
+def average_gradients(tower_grads):
+  """Mean of each variable's gradients over the towers, computed where the variable lives.
+
+  Args:
+    tower_grads: a list over towers of [(gradient, variable)], in the same order of variables.
+  Returns:
+    [(mean gradient, variable)].
+  Raises:
+    ValueError: a gradient is None; the message names the variable.
+  """
+  average = []
+  for pairs in zip(*tower_grads):
+    gradients, variable = [gradient for gradient, _ in pairs], pairs[0][1]
+    if any(gradient is None for gradient in gradients):
+      raise ValueError('a tower has no gradient of %s: its loss does not depend on it' % variable.op.name)
+    with tf.device(variable.device):
+      mean = gradients[0] if len(gradients) == 1 else tf.add_n(gradients) / len(gradients)
+    average.append((mean, variable))
+  return average
+
+
+def add_weight_decay(gradients, weight_decay):
+  """Adds the gradient of the decay, once for all towers and where each variable lives."""
+  variables = [variable for _, variable in gradients]
+  decayed = []
+  for (gradient, variable), decay in zip(gradients, tf.gradients(weight_decay, variables)):
+    with tf.device(variable.device):
+      decayed.append((gradient if decay is None else gradient + decay, variable))
+  return decayed
+
+
+Model = collections.namedtuple('Model', 'train_op report finite')
+
+
+def build(data, devices, epochs, peak, momentum, keep_prob):
+  """The training graph: a tower on each of `devices`, fed from the queue of `data`.
+
+  Returns:
+    Model: train_op; report, a dict of scalars after the update (step, images_seen, epoch, loss, cross_entropy,
+    accuracy, learning_rate, queue_fill), means over the towers; finite, bool: loss and gradients are.
+  """
+  on_gpu = 'gpu' in devices[0]
+  variable_devices, load = (devices if on_gpu else devices[:1]), collections.Counter()
+  with tf.device('/cpu:0'):
+    global_step = tf.train.get_or_create_global_step()
+    images_seen = tf.get_variable('images_seen', [], tf.int64, tf.zeros_initializer(), trainable=False, use_resource=True)
+    seen_after = images_seen + len(devices) * data.batch_size
+    rate = learning_rate(seen_after, data.num_records, epochs, peak)
+  optimizer = tf.train.MomentumOptimizer(rate, momentum)
+
+  towers, tower_grads = [], []
+  for i, device in enumerate(devices):
+    with tf.device(place(device, variable_devices, load)), tf.variable_scope('', reuse=i > 0), tf.name_scope('tower_%d' % i):
+      image_batch, label_batch = data.next_batch()
+      tower = network.NETWORK(image_batch, label_batch, keep_prob, data.num_classes, True)
+      hit = tf.equal(tf.argmax(tower.logits, 1), tf.argmax(label_batch, 1))
+      towers.append((tower.cross_entropy, tf.reduce_mean(tf.cast(hit, tf.float32))))
+      tower_grads.append(optimizer.compute_gradients(tower.cross_entropy, tf.trainable_variables()))
+      weight_decay = tower.weight_decay  # the same in every tower, so the last one's is the one counted
+  gradients = average_gradients(tower_grads)
+  update = optimizer.apply_gradients(add_weight_decay(gradients, weight_decay), global_step)
+
+  with tf.device('/cpu:0'):
+    cross_entropy, accuracy = (tf.add_n(values) / len(devices) for values in zip(*towers))
+    loss = cross_entropy + weight_decay
+    # A layer's bias gradient sums all that flows back through it, so these small ones show a NaN in any.
+    small = [loss] + [gradient for gradient, variable in gradients if variable.shape.ndims == 1]
+    finite = tf.reduce_all([tf.reduce_all(tf.is_finite(value)) for value in small])
+    with tf.control_dependencies([update]):
+      train_op = tf.assign(images_seen, seen_after).op
+    with tf.control_dependencies([train_op]):
+      step, seen = global_step.read_value(), images_seen.read_value()
+    report = {
+      'step': step, 'images_seen': seen, 'epoch': seen / data.num_records, 'loss': loss, 'cross_entropy': cross_entropy,
+      'accuracy': accuracy, 'learning_rate': rate, 'queue_fill': data.queue_fill}  # fmt: skip
+  return Model(train_op, report, finite)
+
+
+# ---------------------------------------------------------------- hooks
+
+
+class StopHook(tf.train.SessionRunHook):
+  """Ends training after the last step, or after the running one where SIGINT or SIGTERM comes."""
+
+  def __init__(self, report, last_step):
+    self.signum, self._step, self._last_step = None, report['step'], last_step
+
+  def begin(self):
+    self._previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+
+  def _on_signal(self, signum, _):
+    self.signum = signum
+    warn('stopping after this step and a save; the same signal again stops at once')
+    for number, handler in self._previous.items():
+      signal.signal(number, handler)
+
+  def before_run(self, _):
+    return tf.train.SessionRunArgs(self._step)
+
+  def after_run(self, run_context, values):
+    if self.signum or values.results >= self._last_step:
+      run_context.request_stop()
+
+
+class CheckpointHook(tf.train.SessionRunHook):
+  """Saves every `save_steps` steps and at the end; numbers that are not finite end training and are never saved."""
+
+  def __init__(self, model, folder, saver, save_steps):
+    self._fetch = [model.report['step'], model.finite]
+    self._folder, self._saver, self._save_steps = folder, saver, save_steps
+
+  def begin(self):
+    self._all_finite = tf.reduce_all([tf.reduce_all(tf.is_finite(variable.read_value()))
+                                      for variable in tf.global_variables() if variable.dtype.is_floating])  # fmt: skip
+
+  def after_create_session(self, session, _):
+    self._saved = self._step = session.run(tf.train.get_global_step())
+
+  def before_run(self, _):
+    return tf.train.SessionRunArgs(self._fetch)
+
+  def after_run(self, run_context, values):
+    self._step, finite = values.results
+    if not finite:
+      self._fail()
+    if self._step >= self._saved + self._save_steps:
+      self._save(run_context.session)
+
+  def end(self, session):
+    if self._step > self._saved:
+      self._save(session)
+
+  def _save(self, session):
+    if not session.run(self._all_finite):
+      self._fail()
+    prefix = os.path.join(self._folder, 'model.ckpt')
+    try:
+      self._saver.save(session, prefix, self._step, write_meta_graph=False)
+    except (tf.errors.OpError, ValueError) as error:
+      remove_unfinished_saves(self._folder)
+      reason = getattr(error, 'message', error)
+      raise network.CheckpointError('cannot save step %d in %s: %s' % (self._step, self._folder, reason))
+    self._saved = self._step
+
+  def _fail(self):
+    raise flags.Error(
+      'step %d: loss, gradients or weights are not finite, and nothing was saved since step %d. '
+      'Lower --learning_rate; started again, training resumes at that step' % (self._step, self._saved))  # fmt: skip
+
+
+class ProgressHook(tf.train.SessionRunHook):
+  """Shows progress on stderr, a bar on a terminal and plain lines elsewhere, and writes it for TensorBoard."""
+
+  def __init__(self, report, folder, first_step, last_step, global_batch):
+    self._report, self._folder, self._global_batch = report, folder, global_batch
+    self._first_step, self._last_step = first_step, last_step
+
+  def after_create_session(self, session, _):
+    self._writer = tf.summary.FileWriter(self._folder, session.graph)
+    # Points that a killed run wrote beyond this step are not shown twice.
+    self._writer.add_session_log(tf.SessionLog(status=tf.SessionLog.START), self._first_step)
+    self._bar = tqdm(total=self._last_step, initial=self._first_step, disable=not sys.stderr.isatty(),
+                     bar_format='{percentage:3.0f}%|{bar:10}| {desc}')  # fmt: skip
+    self._since, self._line_time, self._points = time.time(), 0, []
+
+  def before_run(self, _):
+    return tf.train.SessionRunArgs(self._report)
+
+  def after_run(self, _, values):
+    self._points.append(values.results)
+    step = values.results['step']
+    # The first step fills the queue and warms up, so its images/s stands alone.
+    if step % SUMMARY_STEPS == 0 or step in (self._first_step + 1, self._last_step):
+      self._show(self._points[-1], len(self._points))
+
+  def _show(self, last, steps):
+    now = time.time()
+    mean = {name: float(np.mean([point[name] for point in self._points])) for name in self._report}
+    mean['images_per_second'] = steps * self._global_batch / (now - self._since)
+    left = (self._last_step - last['step']) * (now - self._since) / steps
+    self._since, self._points = now, []
+    values = [tf.Summary.Value(tag=tag, simple_value=mean[tag]) for tag in mean if tag not in ('step', 'images_seen')]
+    self._writer.add_summary(tf.Summary(value=values), last['step'])
+    text = ('step {step}/{last_step}  epoch {epoch:.2f}  loss {loss:.3f} (cross-entropy {cross_entropy:.3f})  accuracy '
+            '{accuracy:.1%}  learning rate {learning_rate:.5f}  queue {queue_fill:.0%}  {images_per_second:.0f} images/s  {left} left'
+            ).format(**dict(mean, step=last['step'], last_step=self._last_step, epoch=last['epoch'],
+                            left=tqdm.format_interval(left)))  # fmt: skip
+    self._bar.update(steps)
+    self._bar.set_description_str(text)
+    if self._bar.disable and (now > self._line_time + LINE_SECONDS or last['step'] == self._last_step):
+      self._line_time = now
+      print(text, file=sys.stderr)
+
+  def end(self, _):
+    self._bar.close()
+    self._writer.close()
+
+
+# ---------------------------------------------------------------- the run
+
+
+def warn(text):
+  print('warning: ' + text, file=sys.stderr)
+
+
+def remove_unfinished_saves(folder):
+  """Deletes what a save that was killed or found the disk full left behind; it is of no use and may be 300 MB."""
+  for path in glob.glob(os.path.join(glob.escape(folder), 'model.ckpt-*_temp*')):
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def make_saver(folder, keep_checkpoints):
+  """Saver that also counts the checkpoints of earlier runs in `folder` among the `keep_checkpoints` newest."""
+  saver = tf.train.Saver(max_to_keep=keep_checkpoints, save_relative_paths=True)
+  state = tf.train.get_checkpoint_state(folder)
+  names = map(os.path.basename, state.all_model_checkpoint_paths) if state else []
+  saver.recover_last_checkpoints([os.path.join(folder, name) for name in names])
+  return saver
+
+
+def train(folder, start, model, devices, first_step, last_step, global_batch):
+  """Runs steps until `last_step` or a signal; saves in `folder`. Returns the signal's number, or None."""
+  os.makedirs(folder, exist_ok=True)
+  remove_unfinished_saves(folder)
+  done = os.path.join(folder, network.TRAINING_DONE)
+  if os.path.exists(done):
+    os.remove(done)
+  variables = tf.global_variables()
+  stop = StopHook(model.report, last_step)
+  hooks = [stop, ProgressHook(model.report, folder, first_step, last_step, global_batch),
+           CheckpointHook(model, folder, make_saver(folder, FLAGS.keep_checkpoints), FLAGS.save_steps)]  # fmt: skip
+  scaffold = tf.train.Scaffold(init_fn=lambda _, session: start and network.restore(session, variables, start))
+  with tf.train.MonitoredTrainingSession(scaffold=scaffold, hooks=hooks, config=session_config(devices),
+                                         log_step_count_steps=None) as session:  # fmt: skip
+    while not session.should_stop():
+      session.run(model.train_op)
+  if not stop.signum:
+    open(done, 'w').close()
+  return stop.signum
+
+
+def main(_):
+  devices = tower_devices(FLAGS.num_gpus)
+  global_batch = len(devices) * FLAGS.batch_size
+  folder, start = FLAGS.checkpoint_dir, network.resume_point(FLAGS.checkpoint_dir)
+  if start:
+    folder = os.path.dirname(start)
+  with tf.Graph().as_default():
+    tf.set_random_seed(FLAGS.seed)
+    data = data_input(FLAGS.data_dir, FLAGS.batch_size, len(CLASSES), True, FLAGS.num_threads)
+    model = build(data, devices, FLAGS.epochs, FLAGS.learning_rate, FLAGS.momentum, FLAGS.keep_prob)
+    first_step, images_seen = 0, 0
+    if start:
+      counters = [tf.train.get_global_step(), tf.global_variables('images_seen')[0]]
+      first_step, images_seen = (int(value) for value in network.read_values(start, counters)[1])
+    last_step = first_step + max(0, math.ceil((FLAGS.epochs * data.num_records - images_seen) / global_batch))
+    last_step = min(last_step, FLAGS.max_steps or last_step)
+    parameters = sum(variable.shape.num_elements() for variable in tf.trainable_variables())
+    print('TensorFlow %s; %d tower%s on %s; global batch %d; VGG19 with %s parameters\n%d records in %s; %s\n%s' % (
+      tf.__version__, len(devices), 's' * (len(devices) > 1), ' '.join(devices), global_batch, format(parameters, ','),
+      data.num_records, os.path.dirname(data.filenames[0]), 'checkpoints and summaries in ' + folder,
+      'resuming %s at step %d of %d' % (start, first_step, last_step) if start else 'starting, %d steps' % last_step),
+      file=sys.stderr)  # fmt: skip
+    if first_step >= last_step:
+      print('nothing to do: %s has reached step %d. More --epochs or --max_steps would go on' % (start, first_step), file=sys.stderr)
+      return
+    signum = train(folder, start, model, devices, first_step, last_step, global_batch)
+  if signum:
+    sys.exit(128 + signum)
+
+
+if __name__ == '__main__':
+  run(main, FLAGS, __doc__)

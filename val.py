@@ -1,0 +1,155 @@
+"""Validates checkpoints on the CIFAR-10 test set: each record exactly once, read by threads.
+
+  python val.py                          the newest checkpoint of ./checkpoints
+  python val.py checkpoints/model.ckpt-400
+  python val.py --all                    ranks every checkpoint of the folder
+  python val.py --watch                  beside train.py: each new checkpoint, until training is done
+
+Prints accuracy, cross-entropy, accuracy per class and the confusion matrix, and writes them for TensorBoard to `eval` in
+the checkpoint folder.
+"""
+import math
+import os
+import sys
+import time
+
+from data_input import CLASSES, data_input, read_all, run  # first: it imports TensorFlow quietly
+
+import numpy as np
+import pandas as pd
+import tensorflow.compat.v1 as tf
+
+import network
+
+flags = tf.app.flags
+FLAGS = flags.FlagValues()
+flags.DEFINE_string('checkpoint_dir', 'checkpoints', 'folder of checkpoints, or the prefix of one', flag_values=FLAGS)
+flags.DEFINE_string('data_dir', 'data', 'folder with the .bin files, or the one above it', flag_values=FLAGS)
+flags.DEFINE_integer('batch_size', 128, 'images per step', 1, flag_values=FLAGS)
+flags.DEFINE_integer('num_threads', 16, 'reader threads', 1, flag_values=FLAGS)
+flags.DEFINE_bool('all', False, 'validate and rank every checkpoint of the folder', flag_values=FLAGS)
+flags.DEFINE_bool('watch', False, 'validate each new checkpoint once, until training is done', flag_values=FLAGS)
+
+POLL_SECONDS = 2
+
+
+def score(labels, logits):
+  """Accuracy and cross-entropy of a whole pass.
+
+  Args:
+    labels: integers [records]; logits: float [records, classes].
+  Returns:
+    dict: correct, total, accuracy, cross_entropy (mean, in nats), confusion (int [classes, classes], rows are true).
+  """
+  num_classes = logits.shape[1]
+  confusion = np.bincount(labels * num_classes + logits.argmax(1), minlength=num_classes**2)
+  confusion = confusion.reshape(num_classes, num_classes)
+  shifted = logits - logits.max(1, keepdims=True).astype(np.float64)
+  losses = np.log(np.exp(shifted).sum(1)) - shifted[np.arange(len(labels)), labels]
+  correct, total = int(confusion.trace()), len(labels)
+  # fsum is exact, so the order in which threads read does not show in the last digits.
+  return {'correct': correct, 'total': total, 'accuracy': correct / total,
+          'cross_entropy': math.fsum(losses) / total, 'confusion': confusion}  # fmt: skip
+
+
+def class_table(confusion):
+  """Records, right ones and accuracy of each class, as a DataFrame."""
+  table = pd.DataFrame({'records': confusion.sum(1), 'correct': confusion.diagonal()}, CLASSES)
+  table['accuracy'] = table['correct'] / table['records'].clip(lower=1)
+  return table
+
+
+def report(result):
+  """The result of one checkpoint as text."""
+  confusion = pd.DataFrame(result['confusion'], CLASSES, CLASSES)
+  classes = class_table(result['confusion']).to_string(formatters={'accuracy': '{:.1%}'.format})
+  return (
+    '{checkpoint}\naccuracy {correct} / {total} = {accuracy:.2%}\ncross-entropy {cross_entropy:.4f}\n\n{classes}\n\n'
+    'confusion matrix (rows: true class, columns: predicted)\n{confusion}\n'
+  ).format(**dict(result, classes=classes, confusion=confusion.to_string()))
+
+
+def write_summaries(result):
+  """The same numbers for TensorBoard, under the tags that train.py uses, in `eval` beside the checkpoint."""
+  values = {name: result[name] for name in ('accuracy', 'cross_entropy')}
+  for name, accuracy in class_table(result['confusion'])['accuracy'].items():
+    values['class_accuracy/' + name] = accuracy
+  rows = [[''] + CLASSES, ['---'] * (1 + len(CLASSES))]
+  rows += [['**%s**' % name] + list(row) for name, row in zip(CLASSES, result['confusion'])]
+  text = '\n'.join(' | '.join(map(str, row)) for row in rows)
+  metadata = tf.SummaryMetadata(plugin_data=tf.SummaryMetadata.PluginData(plugin_name='text'))
+  summary = tf.Summary(value=[tf.Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+  summary.value.add(tag='confusion_matrix', metadata=metadata, tensor=tf.make_tensor_proto([text], tf.string))
+  writer = tf.summary.FileWriter(os.path.join(os.path.dirname(result['checkpoint']), 'eval'))
+  writer.add_summary(summary, network.checkpoint_step(result['checkpoint']))
+  writer.close()
+
+
+class Validation(object):
+  """The evaluation graph; calling it with a folder or prefix validates that checkpoint, prints and returns the result."""
+
+  def __init__(self, data_dir, batch_size, num_threads):
+    self._data = data_input(data_dir, batch_size, len(CLASSES), False, num_threads)
+    logits = network.NETWORK(self._data.image_batch, self._data.label_batch, 1, len(CLASSES), False).logits
+    self._fetches = [tf.argmax(self._data.label_batch, 1), logits]
+    self._config = tf.ConfigProto(allow_soft_placement=True)
+    self._config.gpu_options.allow_growth = True  # leaves room for training on the same GPU
+
+  def __call__(self, path):
+    # A session each: queues that have ended stay closed within one.
+    with tf.Session(config=self._config) as session:
+      checkpoint = network.restore(session, tf.trainable_variables(), path)
+      session.run(tf.local_variables_initializer())
+      labels, logits = read_all(session, self._fetches, self._data.num_records)
+    result = dict(score(labels, logits), checkpoint=checkpoint)
+    write_summaries(result)
+    print(report(result), flush=True)
+    return result
+
+
+def rank(validate, folder):
+  """Validates every checkpoint of `folder` and prints them from best to worst."""
+  results = [validate(prefix) for prefix in network.list_checkpoints(folder)]
+  table = pd.DataFrame(results, columns=['checkpoint', 'accuracy', 'cross_entropy'])
+  table = table.sort_values(['accuracy', 'cross_entropy'], ascending=[False, True])
+  print(table.to_string(index=False, formatters={'accuracy': '{:.2%}'.format, 'cross_entropy': '{:.4f}'.format}))
+  print('best: %s' % table['checkpoint'].iloc[0])
+
+
+def watch(validate, folder):
+  """Validates each checkpoint that appears in `folder` once, until train.py says that it was the last."""
+  seen = set()
+  while True:
+    done = os.path.exists(os.path.join(folder, network.TRAINING_DONE))
+    for prefix in network.list_checkpoints(folder):
+      if prefix not in seen:
+        seen.add(prefix)
+        try:
+          validate(prefix)
+        except network.CheckpointError as error:  # training has deleted it meanwhile, or is still writing it
+          print('warning: %s' % error, file=sys.stderr)
+    if done:
+      return
+    time.sleep(POLL_SECONDS)
+
+
+def main(words):
+  path = words[0] if words else FLAGS.checkpoint_dir
+  if FLAGS.all and FLAGS.watch:
+    raise flags.Error('--all and --watch exclude each other: give one of them')
+  if (FLAGS.all or FLAGS.watch) and os.path.isfile(path + '.index'):
+    raise flags.Error('--all and --watch take a folder, not the checkpoint %s' % path)
+  if not FLAGS.watch:
+    network.find_checkpoint(path)
+  with tf.Graph().as_default():
+    validate = Validation(FLAGS.data_dir, FLAGS.batch_size, FLAGS.num_threads)
+    if FLAGS.all:
+      rank(validate, path)
+    elif FLAGS.watch:
+      watch(validate, path)
+    else:
+      validate(path)
+
+
+if __name__ == '__main__':
+  run(main, FLAGS, __doc__, max_words=1)
