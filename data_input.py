@@ -8,6 +8,7 @@
 A pixel's way: .bin bytes -> shuffle queue of raw records -> a batch decoded and augmented at once -> batch
 queue -> towers, all on the CPU. `tests/benchmarks/run.py input` measures it against other pipelines.
 """
+
 import contextlib
 import hashlib
 import os
@@ -51,10 +52,9 @@ def _quiet_import():
 
 with _quiet_import():
   import tensorflow.compat.v1 as tf
-import numpy as np
-import pandas as pd
-from google.protobuf.message import DecodeError
-from tqdm import tqdm
+import numpy as np  # noqa: E402, as the two below: after the quiet import
+import pandas as pd  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 
 CLASSES = ['airplane', 'automobile', 'bird', 'cat', 'deer', 'dog', 'frog', 'horse', 'ship', 'truck']
 IMAGE_SIZE = 32  # pixels, as stored
@@ -65,6 +65,7 @@ QUEUE_BATCHES = 16  # ready for the towers: 19 MB at batch 128
 TRAIN_FILES = ['data_batch_%d.bin' % i for i in range(1, 6)]
 TEST_FILES = ['test_batch.bin']
 FOLDER = 'cifar-10-batches-bin'
+IMAGE_RAW, IMAGE_NAME = 'image_raw', 'image_name'  # features of a TFRecords image: uint8 RGB row by row; UTF-8
 ARCHIVE = 'cifar-10-binary.tar.gz'
 DATA_URL = 'https://www.cs.toronto.edu/~kriz/' + ARCHIVE
 DATA_MD5 = 'c32a1d4ab5d03f1284b67883e8d87530'
@@ -137,7 +138,7 @@ def natural_order(name):
 # ---------------------------------------------------------------- the data set on disk
 
 
-def find_files(data_dir, names, num_classes=len(CLASSES)):
+def find_files(data_dir, names, num_classes):
   """Finds and checks `names` in `data_dir` or its cifar-10-batches-bin; downloads the set if no file of it is there.
 
   Returns:
@@ -327,54 +328,6 @@ def standardize(images):
   return (images - mean) * tf.rsqrt(tf.maximum(variance, 1.0 / (CROP_SIZE * CROP_SIZE * 3)))
 
 
-# ---------------------------------------------------------------- TFRecords
-
-
-def example(name, pixels):
-  """One image as a serialised tf.train.Example: its name, bytes in UTF-8, and its uint8 [32, 32, 3] pixels."""
-  feature = {'image_raw': pixels.tobytes(), 'image_name': name}
-  feature = {key: tf.train.Feature(bytes_list=tf.train.BytesList(value=[value])) for key, value in feature.items()}
-  return tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString(deterministic=True)
-
-
-def check_tfrecords(path):
-  """Reads a TFRecords file once; returns how many images it holds.
-
-  Raises DataError: no such file, damaged, empty, of another schema, or a name twice.
-  """
-  if not os.path.isfile(path):
-    raise DataError('Failed to find file: %s. Make it with toTFRecords.py, or give another --tfrecords' % path)
-  names = set()
-  count = 0
-  try:
-    for count, record in enumerate(tf.python_io.tf_record_iterator(path), 1):
-      feature = tf.train.Example.FromString(record).features.feature
-      raw, name = (feature[key].bytes_list.value for key in ('image_raw', 'image_name'))
-      if len(raw) != 1 or len(raw[0]) != IMAGE_BYTES or len(name) != 1:
-        raise DataError('%s: record %d is not one image_raw of %d bytes and one image_name: make the file with '
-                        'toTFRecords.py' % (path, count - 1, IMAGE_BYTES))  # fmt: skip
-      names.add(name[0])
-  except (tf.errors.OpError, DecodeError) as error:
-    raise DataError('%s is damaged or no TFRecords file (%s): make it anew with toTFRecords.py'
-                    % (path, getattr(error, 'message', error)))  # fmt: skip
-  if not count:
-    raise DataError('%s is empty: make it anew with toTFRecords.py' % path)
-  if len(names) != count:
-    raise DataError('%s: %d records have only %d names: make it anew with toTFRecords.py' % (path, count, len(names)))
-  return count
-
-
-def tfrecords_batch(path, batch_size, num_threads):
-  """A single pass over a TFRecords file: next float32 [<= batch, 28, 28, 3] for evaluation, and string [<= batch] names."""
-  with tf.device('/cpu:0'), tf.name_scope('input'):
-    _, records = read_records([path], tf.TFRecordReader(), batch_size, num_epochs=1)
-    schema = dict.fromkeys(['image_raw', 'image_name'], tf.FixedLenFeature([], tf.string))
-    features = tf.parse_example(records, schema)
-    images = tf.reshape(tf.decode_raw(features['image_raw'], tf.uint8), [-1, IMAGE_SIZE, IMAGE_SIZE, 3])
-    tensors = preprocess(images), features['image_name']
-    return next_batch(batch_queue(tensors, num_threads), tensors)
-
-
 # ---------------------------------------------------------------- queues
 
 
@@ -503,7 +456,7 @@ class data_input(object):
 
 def describe(data_dir):
   """Table of the data set: a row a file, its records, then its images per class."""
-  paths, labels = find_files(data_dir, TRAIN_FILES + TEST_FILES)
+  paths, labels = find_files(data_dir, TRAIN_FILES + TEST_FILES, len(CLASSES))
   rows = [[len(label)] + list(np.bincount(label, minlength=len(CLASSES))) for label in labels]
   table = pd.DataFrame(rows, [os.path.basename(path) for path in paths], ['records'] + CLASSES)
   table.loc['total'] = table.sum()
@@ -512,7 +465,7 @@ def describe(data_dir):
 
 def preview(data_dir, path, draws=8, scale=3):
   """Writes a PNG sheet: a row a class, first the original, then what evaluation and `draws` of training make of it."""
-  paths, labels = find_files(data_dir, TRAIN_FILES)
+  paths, labels = find_files(data_dir, TRAIN_FILES, len(CLASSES))
   shown = [np.flatnonzero(labels[0] == label)[:1] for label in range(len(CLASSES))]
   records = np.fromfile(paths[0], np.uint8).reshape(-1, RECORD_BYTES)[np.concatenate(shown)]
   with tf.Graph().as_default(), tf.Session() as session:
@@ -530,12 +483,11 @@ def benchmark(data_dir, batch_size=128, seconds=5):
   """images/s of the training queue, once it runs."""
   with tf.Graph().as_default(), tf.Session() as session:
     fetch = data_input(data_dir, batch_size, len(CLASSES), True).image_batch.op
-    batches, start = 0, None
-    for _ in run_through(session, fetch):
-      start = start or time.time()
-      batches += 1
+    start = None
+    for batches, _ in enumerate(run_through(session, fetch)):
+      start = start if batches else time.time()
       if time.time() > start + seconds:
-        return (batches - 1) * batch_size / (time.time() - start)
+        return batches * batch_size / (time.time() - start)
 
 
 def main(_):

@@ -4,6 +4,7 @@
 
 19 weight layers, 38,947,914 parameters. Knows no flags, and of files only checkpoints.
 """
+
 import glob
 import os
 import re
@@ -127,9 +128,7 @@ class NETWORK(object):
 
   def loss(self):
     """Mean cross-entropy plus weight decay, a scalar; keeps both parts as attributes."""
-    self.cross_entropy = tf.reduce_mean(
-      tf.nn.softmax_cross_entropy_with_logits_v2(labels=self.label_batch, logits=self.logits)
-    )
+    self.cross_entropy = tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits_v2(labels=self.label_batch, logits=self.logits))
     self.weight_decay = WEIGHT_DECAY * tf.add_n([tf.nn.l2_loss(kernel) for kernel in self._decayed])
     return self.cross_entropy + self.weight_decay
 
@@ -172,7 +171,9 @@ def find_checkpoint(path):
     if _is_whole(prefix):
       return prefix
     if os.path.exists(path) or os.path.exists(prefix + '.index'):
-      raise CheckpointError('%s is no whole checkpoint: give a folder, or a prefix that has .index and all its .data files' % path)
+      raise CheckpointError(
+        '%s is no whole checkpoint: give a folder, or a prefix that has .index and all its .data files' % path
+      )
     raise CheckpointError('no checkpoint at %s: train one with train.py, or give another folder or prefix' % path)
   whole = list_checkpoints(path)
   if not whole:

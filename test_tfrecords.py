@@ -6,15 +6,31 @@
 Rows are `id,label` in natural order of the ids (2 before 10): the image's name without suffix, and its class. Nothing is
 printed before all rows are known.
 """
+
 import os
 import sys
 
 # first: it imports TensorFlow quietly
-from data_input import CLASSES, check_tfrecords, natural_order, read_all, run, tfrecords_batch
+from data_input import (
+  CLASSES,
+  IMAGE_BYTES,
+  IMAGE_NAME,
+  IMAGE_RAW,
+  IMAGE_SIZE,
+  DataError,
+  batch_queue,
+  natural_order,
+  next_batch,
+  preprocess,
+  read_all,
+  read_records,
+  run,
+)
 
 import numpy as np
 import pandas as pd
 import tensorflow.compat.v1 as tf
+from google.protobuf.message import DecodeError
 
 import network
 
@@ -25,6 +41,42 @@ flags.DEFINE_string('checkpoint_dir', 'checkpoints', 'folder of checkpoints, or 
 flags.DEFINE_integer('batch_size', 128, 'images per step', 1, flag_values=FLAGS)
 flags.DEFINE_integer('num_threads', 16, 'reader threads', 1, flag_values=FLAGS)
 flags.DEFINE_bool('probabilities', False, 'add ten columns, the probability of each class', flag_values=FLAGS)
+
+
+def check_tfrecords(path):
+  """Reads a TFRecords file once; returns how many images it holds.
+
+  Raises DataError: no such file, damaged, empty, of another schema, or a name twice.
+  """
+  if not os.path.isfile(path):
+    raise DataError('Failed to find file: %s. Make it with toTFRecords.py, or give another --tfrecords' % path)
+  remedy = 'make it anew with toTFRecords.py'
+  count, names = 0, set()
+  try:
+    for count, record in enumerate(tf.python_io.tf_record_iterator(path), 1):
+      feature = tf.train.Example.FromString(record).features.feature
+      raw, name = (feature[key].bytes_list.value for key in (IMAGE_RAW, IMAGE_NAME))
+      if len(raw) != 1 or len(raw[0]) != IMAGE_BYTES or len(name) != 1:
+        raise DataError('%s: record %d has no %s of %d bytes and one %s: %s'
+                        % (path, count - 1, IMAGE_RAW, IMAGE_BYTES, IMAGE_NAME, remedy))  # fmt: skip
+      names.add(name[0])
+  except (tf.errors.OpError, DecodeError) as error:
+    raise DataError('%s is damaged or no TFRecords file (%s): %s' % (path, getattr(error, 'message', error), remedy))
+  if not count:
+    raise DataError('%s is empty: %s' % (path, remedy))
+  if len(names) != count:
+    raise DataError('%s: %d records have only %d names: %s' % (path, count, len(names), remedy))
+  return count
+
+
+def tfrecords_batch(path, batch_size, num_threads):
+  """A single pass over a TFRecords file: next float32 [<= batch, 28, 28, 3] for evaluation, and string [<= batch] names."""
+  with tf.device('/cpu:0'), tf.name_scope('input'):
+    _, records = read_records([path], tf.TFRecordReader(), batch_size, num_epochs=1)
+    features = tf.parse_example(records, dict.fromkeys([IMAGE_RAW, IMAGE_NAME], tf.FixedLenFeature([], tf.string)))
+    images = tf.reshape(tf.decode_raw(features[IMAGE_RAW], tf.uint8), [-1, IMAGE_SIZE, IMAGE_SIZE, 3])
+    tensors = preprocess(images), features[IMAGE_NAME]
+    return next_batch(batch_queue(tensors, num_threads), tensors)
 
 
 def predict(path, count, checkpoint, batch_size, num_threads):

@@ -6,15 +6,23 @@ PNG, JPEG and GIF of any colour kind, also in folders below; each is decoded to 
 stored under its path relative to the folder. The output appears when it is complete; one that was there before is then
 replaced.
 """
+
 import concurrent.futures
 import os
-import re
 import sys
 
 # first: it imports TensorFlow quietly
-from data_input import IMAGE_SIZE, DataError, default_threads, example, natural_order, run, whole_file
+from data_input import (
+  IMAGE_NAME,
+  IMAGE_RAW,
+  IMAGE_SIZE,
+  DataError,
+  default_threads,
+  natural_order,
+  run,
+  whole_file,
+)
 
-import numpy as np
 import tensorflow.compat.v1 as tf
 from tqdm import tqdm
 
@@ -75,11 +83,9 @@ class Decoder(object):
     """Returns the pixels and whether they were resized. Raises DataError where the file is no whole image."""
     with open(path, 'rb') as f:
       contents = f.read()
-    for magic, decode in self._decoders.items():
-      if contents.startswith(magic):
-        break
-    else:
-      raise DataError('empty' if not contents else 'no PNG, JPEG or GIF')
+    decode = next((decode for magic, decode in self._decoders.items() if contents.startswith(magic)), None)
+    if not decode:
+      raise DataError('no PNG, JPEG or GIF' if contents else 'empty')
     try:
       pixels = decode(contents)
     except tf.errors.OpError:
@@ -104,6 +110,13 @@ def decode_all(folder, names, num_threads):
       for result in pool.map(decode, names[start : start + CHUNK]):
         bar.update()
         yield result
+
+
+def example(name, pixels):
+  """One image as a serialised tf.train.Example: its name, UTF-8 bytes, and its pixels, uint8 [32, 32, 3]."""
+  feature = {IMAGE_RAW: pixels.tobytes(), IMAGE_NAME: name}
+  feature = {key: tf.train.Feature(bytes_list=tf.train.BytesList(value=[value])) for key, value in feature.items()}
+  return tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString(deterministic=True)
 
 
 def convert(folder, names, output, num_threads, skip_unreadable):

@@ -6,6 +6,7 @@
 
 Run again in the same folder, it goes on where it was. Ctrl-C or SIGTERM saves first.
 """
+
 import collections
 import glob
 import math
@@ -60,13 +61,18 @@ def tower_devices(num_gpus):
   return ['/gpu:%d' % i for i in range(num_gpus or visible)]
 
 
-def place(tower, variable_devices, load):
-  """Device function: a variable goes where `load` (bytes per device, kept up to date) is least, the rest to `tower`."""
+def variable_devices(devices):
+  """Where variables live: spread over the GPUs, or on the first CPU device."""
+  return devices if 'gpu' in devices[0] else devices[:1]
+
+
+def place(tower, homes, load):
+  """Device function: a variable goes to that of `homes` with the least `load` (bytes; kept up to date), the rest to `tower`."""
 
   def device(op):
     if op.type != 'VarHandleOp':
       return tower
-    least = min(variable_devices, key=lambda name: load[name])
+    least = min(homes, key=lambda home: load[home])
     load[least] += tf.TensorShape(op.get_attr('shape')).num_elements() * op.get_attr('dtype').size
     return least
 
@@ -117,12 +123,20 @@ def average_gradients(tower_grads):
 
 def add_weight_decay(gradients, weight_decay):
   """Adds the gradient of the decay, once for all towers and where each variable lives."""
-  variables = [variable for _, variable in gradients]
   decayed = []
-  for (gradient, variable), decay in zip(gradients, tf.gradients(weight_decay, variables)):
+  for gradient, variable in gradients:
     with tf.device(variable.device):
+      decay = tf.gradients(weight_decay, variable)[0]
       decayed.append((gradient if decay is None else gradient + decay, variable))
   return decayed
+
+
+def tower_loss(data, keep_prob):
+  """One tower on its own batch: the network, and the fraction of the batch that it has right."""
+  image_batch, label_batch = data.next_batch()
+  tower = network.NETWORK(image_batch, label_batch, keep_prob, data.num_classes, True)
+  right = tf.equal(tf.argmax(tower.logits, 1), tf.argmax(label_batch, 1))
+  return tower, tf.reduce_mean(tf.cast(right, tf.float32))
 
 
 Model = collections.namedtuple('Model', 'train_op report finite')
@@ -135,8 +149,6 @@ def build(data, devices, epochs, peak, momentum, keep_prob):
     Model: train_op; report, a dict of scalars after the update (step, images_seen, epoch, loss, cross_entropy,
     accuracy, learning_rate, queue_fill), means over the towers; finite, bool: loss and gradients are.
   """
-  on_gpu = 'gpu' in devices[0]
-  variable_devices, load = (devices if on_gpu else devices[:1]), collections.Counter()
   with tf.device('/cpu:0'):
     global_step = tf.train.get_or_create_global_step()
     images_seen = tf.get_variable('images_seen', [], tf.int64, tf.zeros_initializer(), trainable=False, use_resource=True)
@@ -144,20 +156,21 @@ def build(data, devices, epochs, peak, momentum, keep_prob):
     rate = learning_rate(seen_after, data.num_records, epochs, peak)
   optimizer = tf.train.MomentumOptimizer(rate, momentum)
 
-  towers, tower_grads = [], []
+  load = collections.Counter()
+  towers, accuracies, tower_grads = [], [], []
   for i, device in enumerate(devices):
-    with tf.device(place(device, variable_devices, load)), tf.variable_scope('', reuse=i > 0), tf.name_scope('tower_%d' % i):
-      image_batch, label_batch = data.next_batch()
-      tower = network.NETWORK(image_batch, label_batch, keep_prob, data.num_classes, True)
-      hit = tf.equal(tf.argmax(tower.logits, 1), tf.argmax(label_batch, 1))
-      towers.append((tower.cross_entropy, tf.reduce_mean(tf.cast(hit, tf.float32))))
+    with tf.device(place(device, variable_devices(devices), load)), tf.name_scope('tower_%d' % i):
+      with tf.variable_scope('', reuse=i > 0):
+        tower, accuracy = tower_loss(data, keep_prob)
       tower_grads.append(optimizer.compute_gradients(tower.cross_entropy, tf.trainable_variables()))
-      weight_decay = tower.weight_decay  # the same in every tower, so the last one's is the one counted
+      towers.append(tower)
+      accuracies.append(accuracy)
   gradients = average_gradients(tower_grads)
+  weight_decay = towers[0].weight_decay  # every tower's is the same
   update = optimizer.apply_gradients(add_weight_decay(gradients, weight_decay), global_step)
 
   with tf.device('/cpu:0'):
-    cross_entropy, accuracy = (tf.add_n(values) / len(devices) for values in zip(*towers))
+    cross_entropy = tf.add_n([tower.cross_entropy for tower in towers]) / len(towers)
     loss = cross_entropy + weight_decay
     # A layer's bias gradient sums all that flows back through it, so these small ones show a NaN in any.
     small = [loss] + [gradient for gradient, variable in gradients if variable.shape.ndims == 1]
@@ -168,7 +181,7 @@ def build(data, devices, epochs, peak, momentum, keep_prob):
       step, seen = global_step.read_value(), images_seen.read_value()
     report = {
       'step': step, 'images_seen': seen, 'epoch': seen / data.num_records, 'loss': loss, 'cross_entropy': cross_entropy,
-      'accuracy': accuracy, 'learning_rate': rate, 'queue_fill': data.queue_fill}  # fmt: skip
+      'accuracy': tf.add_n(accuracies) / len(towers), 'learning_rate': rate, 'queue_fill': data.queue_fill}  # fmt: skip
   return Model(train_op, report, finite)
 
 
@@ -186,7 +199,8 @@ class StopHook(tf.train.SessionRunHook):
 
   def _on_signal(self, signum, _):
     self.signum = signum
-    warn('stopping after this step and a save; the same signal again stops at once')
+    # Not print, which a signal may have interrupted.
+    os.write(2, b'stopping after this step and a save; the same signal again stops at once\n')
     for number, handler in self._previous.items():
       signal.signal(number, handler)
 
@@ -358,7 +372,9 @@ def main(_):
       'resuming %s at step %d of %d' % (start, first_step, last_step) if start else 'starting, %d steps' % last_step),
       file=sys.stderr)  # fmt: skip
     if first_step >= last_step:
-      print('nothing to do: %s has reached step %d. More --epochs or --max_steps would go on' % (start, first_step), file=sys.stderr)
+      print(
+        'nothing to do: %s has reached step %d. More --epochs or --max_steps would go on' % (start, first_step), file=sys.stderr
+      )
       return
     signum = train(folder, start, model, devices, first_step, last_step, global_batch)
   if signum:

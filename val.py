@@ -8,6 +8,7 @@
 Prints accuracy, cross-entropy, accuracy per class and the confusion matrix, and writes them for TensorBoard to `eval` in
 the checkpoint folder.
 """
+
 import math
 import os
 import sys
