@@ -1,0 +1,134 @@
+"""What the tests share: small data made on the spot, and the scripts run as a user runs them."""
+import os
+import shutil
+import subprocess
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
+
+import data_input  # noqa: E402, and before TensorFlow: it sets up its messages
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import tensorflow.compat.v1 as tf  # noqa: E402
+
+import network  # noqa: E402
+
+tf.get_logger().addFilter(lambda record: 'deprecated' not in record.getMessage())
+
+# What no run may print: TensorFlow's chatter, queue errors at the end, a traceback.
+CHATTER = ('deprecated', 'Instructions for updating', 'Enqueue operation', 'ERROR', 'Traceback', 'tensorflow/', 'I0000', 'E0000')
+
+
+def command(name, *arguments):
+  return [sys.executable, os.path.join(ROOT, name)] + [str(argument) for argument in arguments]
+
+
+def run_script(name, *arguments, status=0, timeout=150, **options):
+  """Runs a script as a command; its exit status must be `status`. Returns the completed process, outputs as text."""
+  options.setdefault('stdout', subprocess.PIPE)
+  environ = dict(os.environ, PYTHONIOENCODING='utf-8')
+  environ.pop('TF_CPP_MIN_LOG_LEVEL', None)  # conftest's import has set it for this process alone
+  environ.update(options.pop('env', {}))
+  done = subprocess.run(
+    command(name, *arguments), stderr=subprocess.PIPE, encoding='utf-8', timeout=timeout, env=environ, **options
+  )
+  assert done.returncode == status, done.stderr
+  return done
+
+
+def clean_error(name, *arguments, **options):
+  """Runs a script that must end as a user's mistake does: status 1, one error line, nothing on stdout. Returns the line."""
+  done = run_script(name, *arguments, status=1, **options)
+  lines = [line for line in done.stderr.splitlines() if line.startswith('error: ')]
+  assert len(lines) == 1 and 'Traceback' not in done.stderr, done.stderr
+  assert not done.stdout
+  return lines[0]
+
+
+def assert_readable(stderr):
+  for word in CHATTER:
+    assert word not in stderr, stderr
+
+
+def write_records(path, labels, pixels):
+  """A .bin file of the given labels [n] and pixels, uint8, [n, 3072] or a number for each record."""
+  pixels = np.broadcast_to(np.reshape(pixels, [len(labels), -1]), [len(labels), 3072])
+  np.hstack([np.reshape(labels, [-1, 1]), pixels]).astype(np.uint8).tofile(str(path))
+
+
+def random_records(path, count, seed=0):
+  """A .bin file of `count` random images with labels 0..9 in turn; returns labels and uint8 images [count, 32, 32, 3]."""
+  labels, pixels = np.arange(count) % 10, np.random.RandomState(seed).randint(0, 256, [count, 3072])
+  write_records(path, labels, pixels)
+  return labels, pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1).astype(np.uint8)
+
+
+def write_small_data(folder, per_file=40, test=40):
+  """Six files; record i has label i % 10 and all pixels i % 256."""
+  for i, name in enumerate(data_input.TRAIN_FILES):
+    index = np.arange(per_file) + i * per_file
+    write_records(os.path.join(str(folder), name), index % 10, index % 256)
+  random_records(os.path.join(str(folder), 'test_batch.bin'), test)
+
+
+@pytest.fixture
+def small_data(tmp_path):
+  folder = tmp_path / 'small data'
+  folder.mkdir()
+  write_small_data(folder)
+  return folder
+
+
+@pytest.fixture(scope='session')
+def synthetic(tmp_path_factory):
+  """The folder of a --synthetic data set."""
+  folder = tmp_path_factory.mktemp('synthetic')
+  data_input.synthesise(str(folder), records=200)
+  return str(folder)
+
+
+@pytest.fixture(scope='session')
+def wide_awake(tmp_path_factory):
+  """A folder with checkpoint 7 of a network that tells images apart: scaled so that signals reach the last layer."""
+  folder = str(tmp_path_factory.mktemp('wide_awake'))
+  with tf.Graph().as_default(), tf.Session() as session:
+    tf.set_random_seed(3)
+    network.NETWORK(tf.placeholder(tf.float32, [None, 28, 28, 3]), None, 1, 10, False)
+    session.run(tf.global_variables_initializer())
+    for variable in tf.trainable_variables():
+      # Only 4 of 9 taps meet a pixel on conv4's maps and one on conv5's, so their He-normal signals fade.
+      gain = {'conv4': 1.5, 'conv5': 3}.get(variable.op.name[:5])
+      if gain and variable.shape.ndims == 4:
+        variable.load(session.run(variable) * gain, session)
+    tf.train.Saver().save(session, os.path.join(folder, 'model.ckpt'), 7, write_meta_graph=False)
+  return folder
+
+
+@pytest.fixture(scope='session')
+def two_steps(tmp_path_factory):
+  """A folder that train.py left after two steps of two towers."""
+  data, folder = tmp_path_factory.mktemp('data'), str(tmp_path_factory.mktemp('two steps'))
+  write_small_data(data)
+  done = run_script('train.py', '--data_dir', data, '--checkpoint_dir', folder, '--num_gpus', 2, '--batch_size', 4,
+                    '--max_steps', 2)  # fmt: skip
+  assert_readable(done.stderr)
+  return folder
+
+
+@pytest.fixture
+def resumable(two_steps, tmp_path):
+  """A copy of `two_steps`, to train on."""
+  return shutil.copytree(two_steps, str(tmp_path / 'resumable'))
+
+
+def logits_of(checkpoint, images):
+  """Logits [n, 10] of uint8 images [n, 32, 32, 3], by numpy preprocessing and one plain run of the network."""
+  pixels = images[:, 2:30, 2:30].astype(np.float64)
+  pixels = (pixels - pixels.mean((1, 2, 3), keepdims=True)) / pixels.std((1, 2, 3), keepdims=True)
+  with tf.Graph().as_default(), tf.Session() as session:
+    image_batch = tf.placeholder(tf.float32, [None, 28, 28, 3])
+    logits = network.NETWORK(image_batch, None, 1, 10, False).logits
+    tf.train.Saver(tf.trainable_variables()).restore(session, checkpoint)
+    return session.run(logits, {image_batch: pixels})
