@@ -21,6 +21,10 @@ TRAINING_DONE = 'training_done'  # file in a checkpoint folder: no further check
 flags = tf.app.flags
 
 
+# What TensorFlow 1.15 and 2.x raise where a file is damaged or gone.
+READ_ERRORS = (tf.errors.OpError, IndexError, RuntimeError)
+
+
 class CheckpointError(flags.Error, ValueError):
   """There is no checkpoint that can be used; the message says where, why and what would mend it."""
 
@@ -75,7 +79,7 @@ class NETWORK(object):
   """
 
   def __init__(self, image_batch, label_batch, keep_prob, num_classes, is_training):
-    self.image_batch = image_batch
+    self.image_batch = tf.convert_to_tensor(image_batch)
     self.label_batch = label_batch
     self.keep_prob = keep_prob if is_training else 1
     self.num_classes = num_classes
@@ -143,18 +147,24 @@ def checkpoint_step(prefix):
 
 def _is_whole(prefix):
   """Whether a checkpoint's index can be read and all its data files are there."""
-  shards = glob.glob(glob.escape(prefix) + '.data-?????-of-?????')
+  shards = glob.glob(prefix + '.data-?????-of-?????')
   if not os.path.isfile(prefix + '.index') or not shards or len(shards) != int(shards[0][-5:]):
     return False
   try:
     return bool(tf.train.NewCheckpointReader(prefix))
-  except tf.errors.OpError:
+  except READ_ERRORS:
     return False
+
+
+def refuse_wildcards(path):
+  """Raises CheckpointError where a path has one of *?[]: TensorFlow takes checkpoint names for patterns, and finds none."""
+  if set(path) & set('*?[]'):
+    raise CheckpointError('TensorFlow cannot read checkpoints from %s: rename it without *, ?, [ and ]' % path)
 
 
 def list_checkpoints(folder):
   """Prefixes of the whole checkpoints in a folder, by step; none is an empty list."""
-  prefixes = [index[: -len('.index')] for index in glob.glob(os.path.join(glob.escape(folder), '*.index'))]
+  prefixes = [index[: -len('.index')] for index in glob.glob(os.path.join(folder, '*.index'))]
   return sorted(filter(_is_whole, prefixes), key=checkpoint_step)
 
 
@@ -166,6 +176,7 @@ def find_checkpoint(path):
 
   Returns the prefix. Raises CheckpointError where there is none.
   """
+  refuse_wildcards(path)
   if not os.path.isdir(path):
     prefix = re.sub(r'\.(index|meta|data-\d{5}-of-\d{5})$', '', path)
     if _is_whole(prefix):
@@ -195,7 +206,8 @@ def resume_point(path):
 
   Raises CheckpointError where checkpoints are there but none is whole: a fresh start would hide that.
   """
-  traces = glob.glob(os.path.join(glob.escape(path), '*.index')) or os.path.exists(os.path.join(path, 'checkpoint'))
+  refuse_wildcards(path)
+  traces = glob.glob(os.path.join(path, '*.index')) or os.path.exists(os.path.join(path, 'checkpoint'))
   return find_checkpoint(path) if traces or (os.path.exists(path) and not os.path.isdir(path)) or _is_whole(path) else None
 
 
@@ -210,16 +222,17 @@ def read_values(path, variables):
   try:
     reader = tf.train.NewCheckpointReader(prefix)
     shapes = reader.get_variable_to_shape_map()
-    for variable in variables:
-      name, shape = variable.op.name, variable.shape.as_list()
-      if shapes.get(name) != shape:
-        raise CheckpointError('%s is not of this network: its %s has shape %s instead of %s'
-                              % (prefix, name, shapes.get(name), shape))  # fmt: skip
-    return prefix, [reader.get_tensor(variable.op.name) for variable in variables]
-  except tf.errors.OpError as error:
+    names = [variable.op.name for variable in variables]
+    values = [reader.get_tensor(name) for name in names if name in shapes]
+  except READ_ERRORS as error:
     if find_checkpoint(path) != prefix:
       return read_values(path, variables)
-    raise CheckpointError('%s is damaged (%s): delete it or give another one' % (prefix, error.message))
+    raise CheckpointError('%s is damaged (%s): delete it or give another one' % (prefix, error))
+  for name, variable in zip(names, variables):
+    if shapes.get(name) != variable.shape.as_list():
+      raise CheckpointError('%s is not of this network: its %s has shape %s instead of %s'
+                            % (prefix, name, shapes.get(name), variable.shape.as_list()))  # fmt: skip
+  return prefix, values
 
 
 def restore(session, variables, path):

@@ -1,0 +1,249 @@
+import os
+import shutil
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+from conftest import assert_readable, clean_error, run_script
+
+import network
+from network import CheckpointError
+
+CONVOLUTIONS = ['conv%d_%d' % (block, i) for block, count in enumerate([2, 2, 4, 4, 4], 1) for i in range(1, count + 1)]
+LAYERS = CONVOLUTIONS + ['fc6', 'fc7', 'fc8']
+DECAYED = ['conv1_1', 'conv2_1', 'conv3_1', 'conv4_1', 'conv5_1', 'fc6', 'fc7']
+
+
+def images_and_labels(count=6):
+  draw = np.random.RandomState(0)
+  return draw.normal(size=[count, 28, 28, 3]).astype(np.float32), np.eye(10, dtype=np.float32)[np.arange(count) % 10]
+
+
+# ---- layers
+
+
+def test_layers_shapes_names_and_parameters():
+  with tf.Graph().as_default():
+    network_ = network.NETWORK(*images_and_labels(), keep_prob=0.5, num_classes=10, is_training=True)
+    names = [variable.op.name for variable in tf.trainable_variables()]
+    shapes = {variable.op.name: variable.shape.as_list() for variable in tf.trainable_variables()}
+  assert names == [layer + kind for layer in LAYERS for kind in ('/weights', '/biases')]
+  assert sum(np.prod(shape) for shape in shapes.values()) == 38947914
+  assert shapes['conv1_1/weights'] == [3, 3, 3, 64] and shapes['conv5_1/weights'] == [3, 3, 512, 512]
+  assert shapes['fc6/weights'] == [512, 4096] and shapes['fc8/biases'] == [10]
+  assert [shape for _, shape, _, _ in network_.layers] == (
+    [[28, 28, 64], [14, 14, 64], [7, 7, 128], [7, 7, 128]] + [[4, 4, 256]] * 4 + [[2, 2, 512]] * 4 + [[1, 1, 512]] * 4
+    + [[4096], [4096], [10]])  # fmt: skip
+  assert network_.logits.shape.as_list() == [6, 10] and network_.losses.shape.as_list() == []
+
+
+def test_kernels_are_he_normal_and_biases_zero():
+  with tf.Graph().as_default(), tf.Session() as session:
+    network.NETWORK(*images_and_labels(), keep_prob=1, num_classes=10, is_training=True)
+    session.run(tf.global_variables_initializer())
+    for variable, value in zip(tf.trainable_variables(), session.run(tf.trainable_variables())):
+      if value.ndim == 1:
+        assert (value == 0).all()
+      else:
+        deviation = np.sqrt(2 / np.prod(value.shape[:-1]))
+        assert abs(value.std() / deviation - 1) < 0.06, variable.op.name
+        assert abs(value.mean()) < 0.1 * deviation
+
+
+def test_losses_are_cross_entropy_and_the_decay_of_the_decayed_kernels():
+  with tf.Graph().as_default(), tf.Session() as session:
+    images, labels = images_and_labels()
+    network_ = network.NETWORK(images, labels, 1, 10, True)
+    session.run(tf.global_variables_initializer())
+    values = {variable.op.name: value for variable, value in zip(tf.trainable_variables(), session.run(tf.trainable_variables()))}
+    logits, losses, cross_entropy, decay = session.run(
+      [network_.logits, network_.losses, network_.cross_entropy, network_.weight_decay]
+    )
+    with_decay = [v.op.name for v in tf.trainable_variables() if tf.gradients(network_.weight_decay, v)[0] is not None]
+  logits = logits.astype(np.float64)
+  expected = np.mean(np.log(np.exp(logits).sum(1)) - (logits * labels).sum(1))
+  assert cross_entropy == pytest.approx(expected, rel=1e-5)
+  assert decay == pytest.approx(0.0004 * sum((values[name + '/weights'].astype(np.float64) ** 2).sum() / 2 for name in DECAYED))
+  assert losses == pytest.approx(cross_entropy + decay)
+  assert with_decay == [name + '/weights' for name in DECAYED]
+
+
+def test_dropout_only_in_training():
+  images, labels = images_and_labels()
+  logits = {}
+  for keep_prob, is_training in ((0.5, True), (1, True), (0.5, False), (1, False)):
+    with tf.Graph().as_default(), tf.Session() as session:
+      tf.set_random_seed(5)
+      network_ = network.NETWORK(images, labels, keep_prob, 10, is_training)
+      session.run(tf.global_variables_initializer())
+      logits[keep_prob, is_training] = session.run(network_.logits), session.run(network_.logits)
+  for case, (first, second) in logits.items():
+    assert np.array_equal(first, second) == (case != (0.5, True)), case
+  assert np.array_equal(logits[0.5, False][0], logits[1, False][0])
+
+
+def test_half_of_the_units_are_dropped_and_the_others_doubled():
+  with tf.Graph().as_default() as graph, tf.Session() as session:
+    images, labels = images_and_labels(50)
+    network.NETWORK(images, labels, 0.5, 10, True)
+    session.run(tf.global_variables_initializer())
+    inputs = [op.inputs[0] for op in graph.get_operations() if op.type == 'MatMul'][-2:]  # of fc7 and fc8
+    relus = [op.outputs[0] for op in graph.get_operations() if op.type == 'Relu'][-2:]
+    for dropped, kept in zip(*session.run([inputs, relus])):
+      alive = kept > 0
+      assert abs((dropped[alive] > 0).mean() - 0.5) < 0.02
+      np.testing.assert_allclose(dropped[dropped > 0], 2 * kept[dropped > 0], rtol=1e-5)
+
+
+@pytest.mark.parametrize('height, width, stride', [(1, 1, 1), (2, 2, 1), (1, 2, 1), (2, 1, 1), (4, 4, 1), (5, 3, 1), (6, 6, 2), (2, 2, 2)])
+def test_convolve_is_tensorflows_convolution_with_its_gradients(height, width, stride):
+  draw = np.random.RandomState(height * 10 + width)
+  with tf.Graph().as_default(), tf.Session() as session:
+    images = tf.constant(draw.normal(size=[5, height, width, 6]), tf.float32)
+    kernel = tf.constant(draw.normal(size=[3, 3, 6, 7]), tf.float32)
+    ours = network.convolve(images, kernel, stride)
+    theirs = tf.nn.conv2d(images, kernel, [1, stride, stride, 1], 'SAME')
+    assert ours.shape.as_list() == theirs.shape.as_list()
+    weight = tf.constant(draw.normal(size=ours.shape.as_list()), tf.float32)
+    results = session.run([[y] + tf.gradients(y * weight, [images, kernel]) for y in (ours, theirs)])
+  for mine, reference in zip(*results):
+    assert abs(mine - reference).max() <= 1e-5 * abs(reference).max()
+
+
+def test_run_alone_prints_the_layer_table():
+  done = run_script('network.py')
+  rows = [line.split() for line in done.stdout.splitlines()]
+  assert ['conv1_2', '14x14x64', '36,928', '7,225,344'] in rows
+  # 4 x 4 pixels of 512 x 512 at 2x2; only the centre tap at 1x1.
+  assert ['conv4_2', '2x2x512', '2,359,808', '4,194,304'] in rows and ['conv5_2', '1x1x512', '2,359,808', '262,144'] in rows
+  assert rows[-1] == ['total', '38,947,914', '87,092,224']
+  assert_readable(done.stderr)
+
+
+# ---- checkpoints
+
+
+@pytest.fixture
+def folder(tmp_path):
+  """A folder with whole checkpoints of steps 9 and 10; `checkpoint` names 10."""
+  path = tmp_path / 'first place'
+  path.mkdir()
+  with tf.Graph().as_default(), tf.Session() as session:
+    tf.get_variable('a', initializer=np.arange(6, dtype=np.float32).reshape(2, 3), use_resource=True)
+    saver = tf.train.Saver()
+    session.run(tf.global_variables_initializer())
+    for step in (9, 10):
+      saver.save(session, str(path / 'model.ckpt'), step, write_meta_graph=False)
+  return path
+
+
+def prefix(folder, step):
+  return os.path.join(str(folder), 'model.ckpt-%d' % step)
+
+
+def test_the_newest_checkpoint_is_found_wherever_the_folder_is(folder, tmp_path):
+  assert network.find_checkpoint(str(folder)) == prefix(folder, 10)
+  assert network.list_checkpoints(str(folder)) == [prefix(folder, 9), prefix(folder, 10)]
+  moved = tmp_path / 'second place'
+  shutil.move(str(folder), str(moved))  # `checkpoint` holds the old absolute path
+  assert network.find_checkpoint(str(moved)) == prefix(moved, 10)
+
+
+def test_a_copy_is_read_itself_not_what_it_was_copied_from(folder, tmp_path):
+  copy = tmp_path / 'copy'
+  shutil.copytree(str(folder), str(copy))
+  assert network.find_checkpoint(str(copy)) == prefix(copy, 10)
+
+
+def test_a_name_that_tensorflow_would_take_for_a_pattern_is_refused(tmp_path):
+  for function in (network.find_checkpoint, network.resume_point):
+    with pytest.raises(CheckpointError, match='rename'):
+      function(str(tmp_path / 'run [1]'))
+
+
+def test_checkpoint_names_the_one_to_take_even_if_it_is_not_the_last(folder):
+  (folder / 'checkpoint').write_text('model_checkpoint_path: "/elsewhere/model.ckpt-9"\n')
+  assert network.find_checkpoint(str(folder)) == prefix(folder, 9)
+
+
+@pytest.mark.parametrize('suffix', ['', '.index', '.data-00000-of-00001'])
+def test_a_prefix_or_one_of_its_files_names_a_checkpoint(folder, suffix):
+  assert network.find_checkpoint(prefix(folder, 9) + suffix) == prefix(folder, 9)
+
+
+def test_a_slash_at_the_end_is_no_matter(folder):
+  assert network.find_checkpoint(str(folder) + '/') == prefix(folder, 10)
+
+
+@pytest.mark.parametrize('lost', ['.index', '.data-00000-of-00001'])
+def test_an_incomplete_checkpoint_is_never_taken(folder, lost, caplog):
+  os.remove(prefix(folder, 10) + lost)
+  assert network.find_checkpoint(str(folder)) == prefix(folder, 9)
+  with pytest.raises(CheckpointError, match='model.ckpt-10'):
+    network.find_checkpoint(prefix(folder, 10))
+  os.remove(prefix(folder, 9) + lost)
+  with pytest.raises(CheckpointError, match='no checkpoint in the folder'):
+    network.find_checkpoint(str(folder))
+
+
+@pytest.mark.parametrize('text', ['', 'nonsense {', '\x00\xff'])
+def test_a_broken_checkpoint_file_does_not_hide_the_checkpoints(folder, text):
+  (folder / 'checkpoint').write_text(text, encoding='latin-1')
+  assert network.find_checkpoint(str(folder)) == prefix(folder, 10)
+
+
+def test_a_cut_index_is_not_whole(folder):
+  with open(prefix(folder, 10) + '.index', 'r+b') as f:
+    f.truncate(20)
+  assert network.find_checkpoint(str(folder)) == prefix(folder, 9)
+
+
+def test_no_checkpoint_no_resume_point(tmp_path, folder):
+  assert network.resume_point(str(tmp_path / 'none')) is None
+  (tmp_path / 'notes').mkdir()
+  (tmp_path / 'notes' / 'notes.txt').write_text('mine')
+  assert network.resume_point(str(tmp_path / 'notes')) is None
+  assert network.resume_point(str(folder)) == prefix(folder, 10)
+  assert network.resume_point(prefix(folder, 9)) == prefix(folder, 9)
+  for step in (9, 10):
+    os.remove(prefix(folder, step) + '.data-00000-of-00001')
+  with pytest.raises(CheckpointError):
+    network.resume_point(str(folder))
+
+
+def restored(path, shape):
+  with tf.Graph().as_default(), tf.Session() as session:
+    variable = tf.get_variable('a', shape, use_resource=True)
+    session.run(tf.global_variables_initializer())
+    return network.restore(session, [variable], str(path)), session.run(variable)
+
+
+def test_restore_sets_the_variables_and_only_reads(folder):
+  before = {path.name: path.read_bytes() for path in folder.iterdir()}
+  path, value = restored(folder, [2, 3])
+  assert path == prefix(folder, 10) and value.tolist() == [[0, 1, 2], [3, 4, 5]]
+  assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_restore_refuses_another_network(folder):
+  with pytest.raises(CheckpointError, match=r'a has shape \[2, 3\] instead of \[3, 2\]'):
+    restored(folder, [3, 2])
+
+
+def flip_a_byte(f):
+  f.seek(5)
+  byte = f.read(1)[0]
+  f.seek(5)
+  f.write(bytes([byte ^ 64]))
+
+
+@pytest.mark.parametrize('damage', [lambda f: f.truncate(10), flip_a_byte, lambda f: f.truncate(0)])
+def test_restore_refuses_damaged_values(folder, damage):
+  with open(prefix(folder, 10) + '.data-00000-of-00001', 'r+b') as f:
+    damage(f)
+  with pytest.raises(CheckpointError, match='model.ckpt-10 is damaged'):
+    restored(folder, [2, 3])
+
+
+def test_network_takes_no_words():
+  assert "'stray'" in clean_error('network.py', 'stray')
