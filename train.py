@@ -70,6 +70,8 @@ def place(tower, homes, load):
   """Device function: a variable goes to that of `homes` with the least `load` (bytes; kept up to date), the rest to `tower`."""
 
   def device(op):
+    if op.device:
+      return op.device  # pinned by an inner scope: the input, to the CPU
     if op.type != 'VarHandleOp':
       return tower
     least = min(homes, key=lambda home: load[home])
@@ -315,8 +317,8 @@ def warn(text):
 
 def remove_unfinished_saves(folder):
   """Deletes what a save that was killed or found the disk full left behind; it is of no use and may be 300 MB."""
-  for path in glob.glob(os.path.join(glob.escape(folder), 'model.ckpt-*_temp*')):
-    shutil.rmtree(path, ignore_errors=True)
+  for path in glob.glob(os.path.join(folder, 'model.ckpt-*temp*')):  # _temp_ folders, 2.x: .tempstate files
+    shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
 
 
 def make_saver(folder, keep_checkpoints):

@@ -93,15 +93,17 @@ def synthetic(tmp_path_factory):
 def wide_awake(tmp_path_factory):
   """A folder with checkpoint 7 of a network that tells images apart: scaled so that signals reach the last layer."""
   folder = str(tmp_path_factory.mktemp('wide_awake'))
+  draw = np.random.RandomState(3)
   with tf.Graph().as_default(), tf.Session() as session:
-    tf.set_random_seed(3)
-    network.NETWORK(tf.placeholder(tf.float32, [None, 28, 28, 3]), None, 1, 10, False)
-    session.run(tf.global_variables_initializer())
+    images = draw.normal(size=[64, 28, 28, 3])
+    logits = network.NETWORK(images.astype(np.float32), None, 1, 10, False).logits
     for variable in tf.trainable_variables():
       # Only 4 of 9 taps meet a pixel on conv4's maps and one on conv5's, so their He-normal signals fade.
-      gain = {'conv4': 1.5, 'conv5': 3}.get(variable.op.name[:5])
-      if gain and variable.shape.ndims == 4:
-        variable.load(session.run(variable) * gain, session)
+      shape, gain = variable.shape.as_list(), {'conv4': 1.5, 'conv5': 3}.get(variable.op.name[:5], 1)
+      kernel = len(shape) > 1
+      variable.load(draw.normal(scale=gain * np.sqrt(2 / np.prod(shape[:-1])), size=shape) if kernel else np.zeros(shape), session)
+    # The last variable, fc8/biases, centres the logits, so that no class is the answer to all.
+    variable.load(-session.run(logits).mean(0), session)
     tf.train.Saver().save(session, os.path.join(folder, 'model.ckpt'), 7, write_meta_graph=False)
   return folder
 

@@ -1,0 +1,81 @@
+"""The scripts one after the other as a user runs them, and checkpoints that cross between the TensorFlows."""
+import glob
+import io
+import os
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+import tensorflow.compat.v1 as tf
+from conftest import assert_readable, run_script
+from PIL import Image
+
+import network
+from data_input import CLASSES
+
+
+def test_synthetic_train_val_convert_predict(tmp_path):
+  here = {'cwd': str(tmp_path)}
+  outputs = [run_script('data_input.py', '--synthetic', **here)]
+  outputs.append(run_script('train.py', '--num_gpus', 4, '--batch_size', 16, '--max_steps', 4, '--seed', 1, **here))
+  outputs.append(run_script('val.py', **here))
+
+  records = np.fromfile(str(tmp_path / 'data' / 'cifar-10-batches-bin' / 'test_batch.bin'), np.uint8).reshape(-1, 3073)
+  os.makedirs(str(tmp_path / 'data' / 'test'))
+  for i, pixels in enumerate(records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), 1):
+    Image.fromarray(pixels).save(str(tmp_path / 'data' / 'test' / ('%d.png' % i)))
+  outputs.append(run_script('toTFRecords.py', **here))
+  outputs.append(run_script('test_tfrecords.py', **here))
+  for done in outputs:
+    assert_readable(done.stderr)
+
+  table = pd.read_csv(io.StringIO(outputs[-1].stdout))
+  assert list(table['id']) == list(range(1, 2001))
+  right = int((table['label'].values == np.array(CLASSES)[records[:, 0]]).sum())
+  assert 'accuracy %d / 2000' % right in outputs[2].stdout
+  confusion = [line.split()[1:] for line in outputs[2].stdout.splitlines()[-11:-1] if line.split()[0] in CLASSES]
+  predicted = np.array(confusion, int).sum(0)
+  assert [int((table['label'] == name).sum()) for name in CLASSES] == predicted.tolist()
+
+
+def test_predictions_of_png_copies_are_the_classes_that_val_counts(tmp_path, wide_awake):
+  from conftest import random_records
+
+  labels, images = random_records(tmp_path / 'test_batch.bin', 20, seed=9)
+  (tmp_path / 'png').mkdir()
+  for i, image in enumerate(images):
+    Image.fromarray(image).save(str(tmp_path / 'png' / ('%d.png' % i)))
+  run_script('toTFRecords.py', '--image_dir', tmp_path / 'png', '--output', tmp_path / 'a')
+  done = run_script('test_tfrecords.py', '--tfrecords', tmp_path / 'a', '--checkpoint_dir', wide_awake)
+  predicted = np.array([CLASSES.index(name) for name in pd.read_csv(io.StringIO(done.stdout))['label']])
+  report = run_script('val.py', wide_awake, '--data_dir', tmp_path).stdout
+  confusion = np.array([line.split()[1:] for line in report.splitlines()[-11:-1]], int)
+  assert (confusion == pd.crosstab(labels, predicted).reindex(range(10), columns=range(10), fill_value=0).values).all()
+  assert len(set(predicted)) >= 3
+
+
+# .ci/run has each environment write a folder here before the tests of either run.
+EXCHANGE = os.environ.get('CHECKPOINT_EXCHANGE')
+
+
+@pytest.mark.skipif(not EXCHANGE, reason='needs the checkpoints of both environments: run .ci/run')
+def test_checkpoints_of_both_tensorflows_are_read_and_trained_on(tmp_path):
+  folders = sorted(glob.glob(os.path.join(EXCHANGE, '*', 'checkpoints')))
+  assert len(folders) == 2
+  for i, folder in enumerate(folders):
+    data = os.path.join(os.path.dirname(folder), 'data')
+    with open(os.path.join(os.path.dirname(folder), 'val.txt')) as f:
+      written = f.read()
+    read = run_script('val.py', folder, '--data_dir', data).stdout
+    numbers = [[float(n) for n in re.findall(r'[\d.]+', text.split('accuracy', 1)[1])] for text in (written, read)]
+    assert numbers[0] == pytest.approx(numbers[1], abs=2e-4)
+
+    here = tmp_path / str(i)
+    run_script('train.py', '--data_dir', data, '--checkpoint_dir', os.path.join(folder, 'model.ckpt-2'), '--max_steps', 2)
+    here.mkdir()
+    for name in glob.glob(os.path.join(folder, 'model.ckpt-2.*')):
+      os.symlink(name, str(here / os.path.basename(name)))
+    run_script('train.py', '--data_dir', data, '--checkpoint_dir', here, '--batch_size', 4, '--max_steps', 3)
+    reader = tf.train.NewCheckpointReader(network.find_checkpoint(str(here)))
+    assert reader.get_tensor('global_step') == 3 and reader.get_tensor('images_seen') == 2 * 8 + 4

@@ -1,0 +1,301 @@
+import collections
+import glob
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import time
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+from conftest import assert_readable, clean_error, command, run_script, write_small_data
+
+import data_input
+import network
+import train
+
+
+def value_of(folder, name):
+  return tf.train.NewCheckpointReader(network.find_checkpoint(str(folder))).get_tensor(name)
+
+
+def steps_on_disk(folder):
+  return [network.checkpoint_step(prefix) for prefix in network.list_checkpoints(str(folder))]
+
+
+# ---- gradients and schedule by numbers
+
+
+def test_average_gradients_is_the_mean_of_each_variable():
+  with tf.Graph().as_default(), tf.Session() as session:
+    a, b = tf.Variable([0.0, 0.0]), tf.Variable(0.0)
+    towers = [[(tf.constant([1.0, 3.0]), a), (tf.constant(1.0), b)], [(tf.constant([5.0, 7.0]), a), (tf.constant(2.0), b)]]
+    average = train.average_gradients(towers)
+    assert [variable for _, variable in average] == [a, b]
+    assert [np.array(value).tolist() for value in session.run([gradient for gradient, _ in average])] == [[3, 5], 1.5]
+    ((alone, _),) = train.average_gradients([towers[0][:1]])
+    assert session.run(alone).tolist() == [1, 3]
+
+
+def test_a_gradient_that_is_none_names_its_variable():
+  with tf.Graph().as_default():
+    lonely = tf.Variable(0.0, name='lonely')
+    with pytest.raises(ValueError, match='lonely'):
+      train.average_gradients([[(tf.constant(1.0), lonely)], [(None, lonely)]])
+
+
+def rates(images_seen, epochs):
+  with tf.Graph().as_default(), tf.Session() as session:
+    return session.run([train.learning_rate(tf.constant(n, tf.int64), 1000, epochs, 0.5) for n in images_seen])
+
+
+def test_learning_rate_warms_up_then_follows_half_a_cosine_to_zero():
+  warmup = train.WARMUP_EPOCHS * 1000
+  images = [0, warmup / 2, warmup, (warmup + 11000) / 2, warmup + (11000 - warmup) / 4, 11000, 99000]
+  expected = [0, 0.25, 0.5, 0.25, 0.5 * (0.5 + 0.5 * np.cos(np.pi / 4)), 0, 0]
+  np.testing.assert_allclose(rates([int(n) for n in images], 11), expected, atol=1e-6)
+  assert max(rates(range(0, 500, 10), 0.5)) <= 0.5 and rates([500], 0.5)[0] < 1e-6  # half an epoch is a whole schedule too
+
+
+# ---- towers
+
+
+class FixedData(object):
+  """The same 128 records each step, dealt out to the towers in turn: what data_input is to train.build."""
+
+  num_classes, num_records = 10, 1000
+
+  def __init__(self, batch_size):
+    draw = np.random.RandomState(0)
+    self._images = draw.normal(size=[128, 28, 28, 3]).astype(np.float32)
+    self._labels = np.eye(10, dtype=np.float32)[draw.randint(0, 10, 128)]
+    self.batch_size, self.queue_fill, self._next = batch_size, tf.constant(1.0), 0
+
+  def next_batch(self):
+    start, self._next = self._next, self._next + self.batch_size
+    return tf.constant(self._images[start : self._next]), tf.constant(self._labels[start : self._next])
+
+
+def after_one_step(num_towers):
+  """Every variable after one update of `num_towers` towers that share 128 records; the report; the graph's op types."""
+  devices = ['/cpu:%d' % i for i in range(num_towers)]
+  with tf.Graph().as_default() as graph, tf.Session(config=train.session_config(devices)) as session:
+    model = train.build(FixedData(128 // num_towers), devices, 1, 0.1, 0.9, keep_prob=1)
+    session.run(tf.global_variables_initializer())
+    draw = np.random.RandomState(1)
+    for variable in tf.trainable_variables():
+      # Biases keep every ReLU open. A product rounds otherwise for another batch size, by 1e-7; where that shuts a
+      # single ReLU out of a million near zero, gradients differ by up to 2e-3, on whatever towers.
+      shape = variable.shape.as_list()
+      value = draw.normal(scale=0.3 / np.sqrt(np.prod(shape[:-1])), size=shape) if len(shape) > 1 else np.ones(shape)
+      variable.load(value, session)
+    _, report = session.run([model.train_op, model.report])
+    values = session.run({variable.op.name: variable for variable in tf.global_variables()})
+    assert len(tf.trainable_variables()) == 38
+  return values, report, collections.Counter(op.type for op in graph.get_operations())
+
+
+def test_four_towers_of_32_make_the_update_of_one_tower_of_128():
+  (one, report, _), (four, report_of_four, _) = after_one_step(1), after_one_step(4)
+  assert sorted(one) == sorted(four) and not [name for name in four if 'tower' in name]
+  assert one['global_step'] == four['global_step'] == 1 and one['global_step'].dtype == np.int64
+  assert one['images_seen'] == four['images_seen'] == 128
+  for name in one:
+    # After one step the accumulator of the momentum is the gradient, weight decay included.
+    difference = np.linalg.norm(four[name] - one[name].astype(np.float64))
+    assert difference < 1e-4 * max(np.linalg.norm(one[name].astype(np.float64)), 1e-30), name
+    if name.endswith('/Momentum'):
+      assert np.abs(one[name]).max() > 0, name
+  for name in report:
+    assert report_of_four[name] == pytest.approx(report[name], rel=1e-4), name
+
+
+def test_readers_and_queues_do_not_grow_with_the_towers(small_data):
+  counts = []
+  for num_towers in (1, 4):
+    with tf.Graph().as_default() as graph:
+      data = data_input.data_input(str(small_data), 4, 10, True)
+      train.build(data, ['/cpu:%d' % i for i in range(num_towers)], 1, 0.1, 0.9, 0.5)
+      types = collections.Counter(op.type for op in graph.get_operations())
+      counts.append((types['FixedLengthRecordReaderV2'], sum(n for t, n in types.items() if t.endswith('QueueV2'))))
+  assert counts == [(1, 3), (1, 3)]  # names of files, shuffled records, batches
+
+
+def canonical(device):
+  return tf.DeviceSpec.from_string(device).to_string()
+
+
+def test_on_gpus_variables_are_spread_by_size_and_updated_where_they_live(small_data):
+  gpus = ['/gpu:%d' % i for i in range(3)]
+  with tf.Graph().as_default() as graph:
+    data = data_input.data_input(str(small_data), 4, 10, True)
+    train.build(data, gpus, 1, 0.1, 0.9, 0.5)
+    bytes_on = collections.Counter()
+    for variable in tf.trainable_variables():
+      bytes_on[variable.op.device] += 4 * variable.shape.num_elements()
+    updates = [op for op in graph.get_operations() if op.type == 'ResourceApplyMomentum']
+    operations = graph.get_operations()
+  assert len(bytes_on) == 3 and all('GPU' in device.upper() for device in bytes_on)
+  assert max(bytes_on.values()) - min(bytes_on.values()) <= 4 * 4096 * 4096
+  assert len(updates) == 38
+  for update in updates:
+    variable, momentum = update.inputs[0].op, update.inputs[1].op
+    assert canonical(update.device) == canonical(variable.device) == canonical(momentum.device)
+    gradient = update.inputs[3].op  # the mean, with weight decay where there is one
+    assert canonical(gradient.device) == canonical(variable.device), gradient.name
+  for op in operations:
+    if op.name.startswith('input/') or 'Queue' in op.type:
+      assert 'CPU:0' in op.device.upper(), op.name
+    assert 'nccl' not in op.type.lower()
+
+
+def test_place_puts_each_variable_on_the_device_with_the_least_bytes():
+  load = collections.Counter()
+  with tf.Graph().as_default(), tf.device(train.place('/cpu:3', ['/cpu:0', '/cpu:1'], load)):
+    sizes = [5, 3, 1, 2, 4]
+    variables = [tf.get_variable('v%d' % i, [size], use_resource=True) for i, size in enumerate(sizes)]
+    assert 'CPU:3' in tf.constant(1).device.upper()
+  assert [variable.op.device[-1] for variable in variables] == ['0', '1', '1', '1', '0']
+  assert load == {'/cpu:0': 36, '/cpu:1': 24}
+
+
+# ---- the command
+
+
+def test_four_towers_without_a_gpu_warn_and_train(two_steps, tmp_path):
+  write_small_data(tmp_path)
+  done = run_script('train.py', '--data_dir', tmp_path, '--checkpoint_dir', tmp_path / 'out', '--num_gpus', 4,
+                    '--batch_size', 2, '--max_steps', 3)  # fmt: skip
+  assert_readable(done.stderr)
+  assert not done.stdout
+  for words in ('warning: TensorFlow sees no GPU: 4 towers', 'TensorFlow ' + tf.__version__, '4 towers', 'global batch 8',
+                '38,947,914 parameters', '200 records in ' + str(tmp_path), 'step 3/3  epoch 0.12', 'learning rate',
+                'images/s', 'left'):  # fmt: skip
+    assert words in done.stderr, words
+  assert value_of(tmp_path / 'out', 'global_step') == 3 and value_of(tmp_path / 'out', 'images_seen') == 24
+  shapes = tf.train.NewCheckpointReader(network.find_checkpoint(str(tmp_path / 'out'))).get_variable_to_shape_map()
+  assert len([name for name in shapes if name.endswith(('/weights', '/biases'))]) == 38
+  assert not [name for name in shapes if 'tower' in name]
+  assert shapes == tf.train.NewCheckpointReader(network.find_checkpoint(two_steps)).get_variable_to_shape_map()
+
+
+def scalars(folder):
+  """{tag: {step: value}} of the event files in a folder."""
+  points = collections.defaultdict(dict)
+  for path in sorted(glob.glob(os.path.join(str(folder), 'events.*'))):
+    for event in tf.train.summary_iterator(path):
+      for value in event.summary.value:
+        points[value.tag][event.step] = value.simple_value
+  return points
+
+
+def test_summaries_hold_what_the_line_shows(two_steps):
+  points = scalars(two_steps)
+  for tag in ('loss', 'cross_entropy', 'accuracy', 'learning_rate', 'images_per_second', 'queue_fill', 'epoch'):
+    assert sorted(points[tag]) == [1, 2], tag
+  assert points['learning_rate'][2] == pytest.approx(0.03 * 16 / 200, rel=1e-4)
+  assert points['epoch'][2] == pytest.approx(16 / 200)
+  assert points['loss'][2] > points['cross_entropy'][2] > 2
+
+
+def test_training_goes_on_where_it_was_with_another_number_of_towers(resumable, small_data):
+  with open(os.path.join(resumable, 'notes.txt'), 'w') as f:
+    f.write('mine')
+  before = value_of(resumable, 'fc7/weights/Momentum')
+  done = run_script('train.py', '--data_dir', small_data, '--checkpoint_dir', resumable, '--batch_size', 4, '--max_steps', 4)
+  assert 'at step 2 of 4' in done.stderr and 'step 3/4' in done.stderr
+  assert value_of(resumable, 'global_step') == 4 and value_of(resumable, 'images_seen') == 16 + 8
+  assert steps_on_disk(resumable) == [2, 4]
+  assert scalars(resumable)['learning_rate'][4] == pytest.approx(0.03 * 24 / 200, rel=1e-4)
+  # One update adds the gradient to 0.9 of the accumulator; were it lost, it would start at zero.
+  after = value_of(resumable, 'fc7/weights/Momentum')
+  assert np.corrcoef(before.ravel(), after.ravel())[0, 1] > 0.5
+  with open(os.path.join(resumable, 'notes.txt')) as f:
+    assert f.read() == 'mine'
+
+
+def test_steps_that_are_done_already_are_not_done_again(resumable, small_data):
+  before = {name: os.stat(os.path.join(resumable, name)).st_mtime_ns for name in os.listdir(resumable)}
+  done = run_script('train.py', '--data_dir', small_data, '--checkpoint_dir', resumable, '--max_steps', 2)
+  assert 'nothing to do' in done.stderr and 'step 2' in done.stderr
+  assert {name: os.stat(os.path.join(resumable, name)).st_mtime_ns for name in os.listdir(resumable)} == before
+
+
+def test_a_moved_folder_resumes_and_keeps_only_so_many_checkpoints(resumable, small_data, tmp_path):
+  moved = str(tmp_path / 'elsewhere')
+  shutil.move(resumable, moved)
+  for last in (5, 8):
+    run_script('train.py', '--data_dir', small_data, '--checkpoint_dir', 'elsewhere', '--batch_size', 2, '--max_steps', last,
+               '--save_steps', 1, '--keep_checkpoints', 2, cwd=str(tmp_path))  # fmt: skip
+    assert steps_on_disk(moved) == [last - 1, last]
+
+
+def start_training(data, folder, *arguments):
+  process = subprocess.Popen(
+    command('train.py', '--data_dir', data, '--checkpoint_dir', folder, '--batch_size', 2, *arguments),
+    stderr=subprocess.PIPE, stdout=subprocess.PIPE, encoding='utf-8')  # fmt: skip
+  return process
+
+
+def wait_for_line(process, word):
+  for line in process.stderr:
+    if word in line:
+      return
+  raise AssertionError('no line with ' + word)
+
+
+@pytest.mark.parametrize('number, status, word', [(signal.SIGINT, 130, 'step 1/'), (signal.SIGTERM, 143, 'starting')])
+def test_a_signal_saves_and_ends_the_run_in_order(small_data, tmp_path, number, status, word):
+  with start_training(small_data, tmp_path / 'out') as process:
+    wait_for_line(process, word)
+    if word == 'starting':
+      time.sleep(1)  # the session is being made, or the queue fills
+    start = time.time()
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=60)
+  assert process.returncode == status, stderr
+  assert time.time() - start < 20 and not stdout
+  assert_readable(stderr)
+  (step,) = steps_on_disk(tmp_path / 'out')
+  assert step >= 1 and value_of(tmp_path / 'out', 'global_step') == step
+  assert not os.path.exists(str(tmp_path / 'out' / network.TRAINING_DONE))
+
+
+def test_numbers_that_are_not_finite_end_the_run_and_are_not_saved(resumable, small_data):
+  line = clean_error('train.py', '--data_dir', small_data, '--checkpoint_dir', resumable, '--batch_size', 4, '--max_steps', 30,
+                     '--learning_rate', '1e6', '--save_steps', 1)  # fmt: skip
+  assert 'not finite' in line and 'step ' in line and '--learning_rate' in line
+  for prefix in network.list_checkpoints(resumable):
+    reader = tf.train.NewCheckpointReader(prefix)
+    assert all(np.isfinite(reader.get_tensor(name)).all() for name in reader.get_variable_to_shape_map()), prefix
+
+
+def test_a_save_that_fails_names_the_reason_and_leaves_the_older_checkpoint(resumable, small_data):
+  def limit():
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50 << 20, 50 << 20))
+
+  line = clean_error('train.py', '--data_dir', small_data, '--checkpoint_dir', resumable, '--batch_size', 4, '--max_steps', 3,
+                     preexec_fn=limit)  # fmt: skip
+  assert 'cannot save step 3' in line and 'File too large' in line
+  assert network.find_checkpoint(resumable).endswith('model.ckpt-2') and steps_on_disk(resumable) == [2]
+  assert not glob.glob(os.path.join(resumable, '*temp*'))
+
+
+@pytest.mark.parametrize(
+  'flag, value',
+  [('num_gpus', 0), ('num_gpus', -1), ('num_gpus', 'two'), ('num_gpu', 4), ('batch_size', 0), ('keep_prob', 1.5), ('epochs', 0)],
+)
+def test_wrong_flags_are_named(flag, value):
+  with pytest.raises(train.flags.Error, match=flag):
+    train.FLAGS(['train.py', '--%s' % flag, str(value)])
+
+
+def test_all_scripts_can_be_imported_together():
+  import test_tfrecords
+  import toTFRecords
+  import val
+
+  assert len({id(script.FLAGS) for script in (data_input, train, val, toTFRecords, test_tfrecords)}) == 5

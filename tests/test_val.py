@@ -1,0 +1,164 @@
+import os
+import re
+import shutil
+import subprocess
+import time
+
+import numpy as np
+import pandas as pd
+import pytest
+import tensorflow.compat.v1 as tf
+from conftest import assert_readable, clean_error, command, logits_of, random_records, run_script
+
+import network
+import val
+from data_input import CLASSES
+
+
+@pytest.fixture(scope='module')
+def test_set(tmp_path_factory):
+  """A folder whose test_batch.bin holds 37 records; their labels and images."""
+  folder = tmp_path_factory.mktemp('37 records')
+  return (folder,) + random_records(folder / 'test_batch.bin', 37, seed=4)
+
+
+def numbers(stdout):
+  """Right ones, records and cross-entropy of a report."""
+  accuracy = re.search(r'accuracy (\d+) / (\d+) = ', stdout)
+  return int(accuracy.group(1)), int(accuracy.group(2)), float(re.search(r'cross-entropy (\S+)', stdout).group(1))
+
+
+def confusion_of(stdout):
+  """The confusion matrix of a report."""
+  rows = stdout.split('confusion matrix')[1].splitlines()[2:12]
+  assert [row.split()[0] for row in rows] == CLASSES
+  return [[int(word) for word in row.split()[1:]] for row in rows]
+
+
+def test_score_by_numbers():
+  logits = np.array([[0, 0, 1000], [1, 3, 2], [0, 0, 0]], np.float32)
+  result = val.score(np.array([2, 2, 1]), logits)
+  assert (result['correct'], result['total'], result['accuracy']) == (1, 3, 1 / 3)
+  assert result['cross_entropy'] == pytest.approx((0 + np.log(np.exp([-1, 1, 0]).sum()) + np.log(3)) / 3, rel=1e-6)
+  assert result['confusion'].tolist() == [[0, 0, 0], [1, 0, 0], [0, 1, 1]]
+
+
+def test_the_report_agrees_with_numpy_for_any_threads_and_batch_size(test_set, wide_awake):
+  folder, labels, images = test_set
+  logits = logits_of(network.find_checkpoint(wide_awake), images).astype(np.float64)
+  predicted = logits.argmax(1)
+  assert len(set(predicted)) >= 3  # or the comparison would be of one class only
+  losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(37), labels]
+  before = {name: open(os.path.join(wide_awake, name), 'rb').read() for name in os.listdir(wide_awake) if 'model' in name}
+
+  outputs = set()
+  for num_threads, batch_size in ((1, 8), (16, 8), (16, 37), (4, 100)):
+    done = run_script('val.py', '--checkpoint_dir', wide_awake, '--data_dir', folder, '--batch_size', batch_size,
+                      '--num_threads', num_threads)  # fmt: skip
+    outputs.add(done.stdout)
+  assert_readable(done.stderr)
+  assert len(outputs) == 1
+  (stdout,) = outputs
+  assert numbers(stdout) == ((predicted == labels).sum(), 37, pytest.approx(losses.mean(), abs=1e-4))
+  assert confusion_of(stdout) == pd.crosstab(labels, predicted).reindex(range(10), columns=range(10), fill_value=0).values.tolist()
+  assert {name: open(os.path.join(wide_awake, name), 'rb').read() for name in before} == before
+
+
+def test_the_same_is_written_for_tensorboard(test_set, wide_awake, tmp_path):
+  folder = shutil.copytree(wide_awake, str(tmp_path / 'copy'), ignore=shutil.ignore_patterns('eval'))
+  done = run_script('val.py', os.path.join(folder, 'model.ckpt-7'), '--data_dir', test_set[0])
+  correct, total, cross_entropy = numbers(done.stdout)
+  (path,) = os.listdir(os.path.join(folder, 'eval'))
+  values = {}
+  for event in tf.train.summary_iterator(os.path.join(folder, 'eval', path)):
+    for value in event.summary.value:
+      assert event.step == 7
+      values[value.tag] = value
+  assert values['accuracy'].simple_value == pytest.approx(correct / total)
+  assert values['cross_entropy'].simple_value == pytest.approx(cross_entropy, abs=1e-4)
+  of_class = [values['class_accuracy/' + name].simple_value for name in CLASSES]
+  confusion = np.array(confusion_of(done.stdout))
+  np.testing.assert_allclose(of_class, confusion.diagonal() / confusion.sum(1), rtol=1e-6)
+  text = tf.make_ndarray(values['confusion_matrix'].tensor)[0].decode()
+  assert [[int(n) for n in row.split('|')[1:]] for row in text.splitlines()[2:]] == confusion.tolist()
+
+
+@pytest.fixture
+def three_checkpoints(wide_awake, tmp_path):
+  """A folder of steps 7, 8 and 20: of one network, of it with shifted logits, and of it again."""
+  folder = shutil.copytree(wide_awake, str(tmp_path / 'three'), ignore=shutil.ignore_patterns('eval', 'checkpoint'))
+  with tf.Graph().as_default(), tf.Session() as session:
+    network.NETWORK(tf.placeholder(tf.float32, [None, 28, 28, 3]), None, 1, 10, False)
+    saver = tf.train.Saver(max_to_keep=9)
+    network.restore(session, tf.trainable_variables(), folder)
+    saver.save(session, os.path.join(folder, 'model.ckpt'), 20, write_meta_graph=False)
+    biases = [variable for variable in tf.trainable_variables() if variable.op.name == 'fc8/biases'][0]
+    biases.load(np.eye(10)[4] * 1e4, session)
+    saver.save(session, os.path.join(folder, 'model.ckpt'), 8, write_meta_graph=False)
+  return folder
+
+
+def test_all_ranks_every_checkpoint_and_names_the_best(test_set, three_checkpoints):
+  done = run_script('val.py', '--all', '--checkpoint_dir', three_checkpoints, '--data_dir', test_set[0])
+  reports = done.stdout.split('\n\n             ')
+  assert len(re.findall(r'^accuracy ', done.stdout, re.M)) == 3, reports
+  rows = [line.split() for line in done.stdout[done.stdout.rindex('checkpoint accuracy') :].splitlines()[1:-1]]
+  found = {int(row[0].rsplit('-', 1)[1]): row[1:] for row in rows}
+  assert sorted(found) == [7, 8, 20] and found[7] == found[20] != found[8]
+  # Step 8 always says deer: 4 of 37.
+  assert found[8][0] == '10.81%'
+  accuracies = [float(row[1][:-1]) for row in rows]
+  assert accuracies == sorted(accuracies, reverse=True)
+  assert done.stdout.splitlines()[-1] == 'best: ' + rows[0][0]
+
+
+def test_watch_validates_each_new_checkpoint_once_until_training_is_done(test_set, three_checkpoints, tmp_path):
+  folder = tmp_path / 'watched'
+  arguments = command('val.py', '--watch', '--checkpoint_dir', folder, '--data_dir', test_set[0])
+  with open(str(tmp_path / 'out'), 'w') as out, subprocess.Popen(arguments, stdout=out, stderr=subprocess.PIPE) as process:
+    try:
+      for step in (7, 20):
+        folder.mkdir(exist_ok=True)
+        for name in ('.data-00000-of-00001', '.index'):
+          shutil.copy(os.path.join(three_checkpoints, 'model.ckpt-%d' % step) + name, str(folder))
+        for _ in range(300):
+          if 'model.ckpt-%d' % step in (tmp_path / 'out').read_text():
+            break
+          time.sleep(0.2)
+      (folder / network.TRAINING_DONE).touch()
+      stderr = process.communicate(timeout=30)[1].decode()
+    finally:
+      process.kill()
+  assert process.returncode == 0, stderr
+  assert re.findall(r'model.ckpt-(\d+)', (tmp_path / 'out').read_text()) == ['7', '20']
+
+
+def test_wrong_input_is_a_clean_error(test_set, wide_awake, tmp_path):
+  folder = test_set[0]
+  (tmp_path / 'empty').mkdir()
+  for path in ('missing', 'empty', 'empty/model.ckpt-3'):
+    line = clean_error('val.py', '--checkpoint_dir', tmp_path / path, '--data_dir', folder, timeout=20)
+    assert str(tmp_path / path) in line and 'train.py' in line
+  assert 'unexpected word' in clean_error('val.py', wide_awake, 'another', timeout=20)
+  assert '--watch' in clean_error('val.py', '--all', '--watch', timeout=20)
+  assert 'test_batch.bin is a file' in clean_error('val.py', wide_awake, '--data_dir', folder / 'test_batch.bin', timeout=20)
+
+
+def test_validation_during_training_that_deletes_checkpoints(test_set, resumable, small_data):
+  arguments = command('train.py', '--data_dir', small_data, '--checkpoint_dir', resumable, '--batch_size', 2, '--save_steps', 1,
+                      '--keep_checkpoints', 1, '--max_steps', 100000)  # fmt: skip
+  with subprocess.Popen(arguments, stderr=subprocess.PIPE) as process:
+    steps = set()
+    try:
+      for _ in range(4):
+        done = run_script('val.py', '--checkpoint_dir', resumable, '--data_dir', test_set[0])
+        assert numbers(done.stdout)[1] == 37
+        steps.add(re.search(r'model.ckpt-(\d+)', done.stdout).group(1))
+      assert process.poll() is None
+    finally:
+      process.terminate()
+      stderr = process.communicate(timeout=60)[1].decode()
+  assert process.returncode == 143, stderr
+  assert len(steps) > 1
+
+
