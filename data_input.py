@@ -97,7 +97,8 @@ def run(main, flag_values, doc, max_words=0):
   A mistake is a `flags.Error` (data, checkpoint or flag) or an `OSError` (permissions, full disk): exit status 1.
   Any other exception is a bug and keeps its traceback. SIGINT ends with status 130, SIGTERM with 143.
   """
-  signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+  for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, _end_at_once)
   tf.get_logger().addFilter(lambda record: 'deprecated' not in record.getMessage())
   try:
     if {'-h', '-help', '--help'} & set(sys.argv[1:]):
@@ -110,22 +111,37 @@ def run(main, flag_values, doc, max_words=0):
     main(words)
   except (flags.Error, OSError) as error:
     sys.exit('error: ' + ' '.join(str(error).split()))
-  except KeyboardInterrupt:
-    sys.exit(128 + signal.SIGINT)
+
+
+_unfinished = set()  # temporary files that are being written
+
+
+def _end_at_once(signum, _):
+  # Not by an exception: raised at any place, it makes TensorFlow's destructors print.
+  for path in _unfinished:
+    _remove(path)
+  os._exit(128 + signum)
+
+
+def _remove(path):
+  if os.path.isdir(path):
+    shutil.rmtree(path)
+  elif os.path.exists(path):
+    os.remove(path)
 
 
 @contextlib.contextmanager
 def whole_file(path):
   """Yields a temporary name beside `path`; renamed to `path` when the block ends well, removed when it does not."""
   partial = path + '.partial'
+  _remove(partial)  # left by a run that was killed
+  _unfinished.add(partial)
   try:
     yield partial
     os.replace(partial, path)
   finally:
-    if os.path.isdir(partial):
-      shutil.rmtree(partial)
-    elif os.path.exists(partial):
-      os.remove(partial)
+    _unfinished.discard(partial)
+    _remove(partial)
 
 
 def natural_order(name):

@@ -1,4 +1,5 @@
 """What the tests share: small data made on the spot, and the scripts run as a user runs them."""
+
 import os
 import shutil
 import subprocess
@@ -18,7 +19,16 @@ import network  # noqa: E402
 tf.get_logger().addFilter(lambda record: 'deprecated' not in record.getMessage())
 
 # What no run may print: TensorFlow's chatter, queue errors at the end, a traceback.
-CHATTER = ('deprecated', 'Instructions for updating', 'Enqueue operation', 'ERROR', 'Traceback', 'tensorflow/', 'I0000', 'E0000')
+CHATTER = (
+  'deprecated',
+  'Instructions for updating',
+  'Enqueue operation',
+  'ERROR',
+  'Traceback',
+  'tensorflow/',
+  'I0000',
+  'E0000',
+)
 
 
 def command(name, *arguments):
@@ -101,7 +111,9 @@ def wide_awake(tmp_path_factory):
       # Only 4 of 9 taps meet a pixel on conv4's maps and one on conv5's, so their He-normal signals fade.
       shape, gain = variable.shape.as_list(), {'conv4': 1.5, 'conv5': 3}.get(variable.op.name[:5], 1)
       kernel = len(shape) > 1
-      variable.load(draw.normal(scale=gain * np.sqrt(2 / np.prod(shape[:-1])), size=shape) if kernel else np.zeros(shape), session)
+      variable.load(
+        draw.normal(scale=gain * np.sqrt(2 / np.prod(shape[:-1])), size=shape) if kernel else np.zeros(shape), session
+      )
     # The last variable, fc8/biases, centres the logits, so that no class is the answer to all.
     variable.load(-session.run(logits).mean(0), session)
     tf.train.Saver().save(session, os.path.join(folder, 'model.ckpt'), 7, write_meta_graph=False)

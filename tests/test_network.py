@@ -55,7 +55,9 @@ def test_losses_are_cross_entropy_and_the_decay_of_the_decayed_kernels():
     images, labels = images_and_labels()
     network_ = network.NETWORK(images, labels, 1, 10, True)
     session.run(tf.global_variables_initializer())
-    values = {variable.op.name: value for variable, value in zip(tf.trainable_variables(), session.run(tf.trainable_variables()))}
+    values = {
+      variable.op.name: value for variable, value in zip(tf.trainable_variables(), session.run(tf.trainable_variables()))
+    }
     logits, losses, cross_entropy, decay = session.run(
       [network_.logits, network_.losses, network_.cross_entropy, network_.weight_decay]
     )
@@ -95,7 +97,9 @@ def test_half_of_the_units_are_dropped_and_the_others_doubled():
       np.testing.assert_allclose(dropped[dropped > 0], 2 * kept[dropped > 0], rtol=1e-5)
 
 
-@pytest.mark.parametrize('height, width, stride', [(1, 1, 1), (2, 2, 1), (1, 2, 1), (2, 1, 1), (4, 4, 1), (5, 3, 1), (6, 6, 2), (2, 2, 2)])
+@pytest.mark.parametrize(
+  'height, width, stride', [(1, 1, 1), (2, 2, 1), (1, 2, 1), (2, 1, 1), (4, 4, 1), (5, 3, 1), (6, 6, 2), (2, 2, 2)]
+)
 def test_convolve_is_tensorflows_convolution_with_its_gradients(height, width, stride):
   draw = np.random.RandomState(height * 10 + width)
   with tf.Graph().as_default(), tf.Session() as session:

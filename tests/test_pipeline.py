@@ -1,4 +1,5 @@
 """The scripts one after the other as a user runs them, and checkpoints that cross between the TensorFlows."""
+
 import glob
 import io
 import os

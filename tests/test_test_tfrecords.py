@@ -86,8 +86,6 @@ def flip(data):
   return data[:5000] + bytes([data[5000] ^ 1]) + data[5001:]
 
 
-
-
 @pytest.mark.parametrize(
   'damage', [flip, lambda data: data[:-20], lambda data: b'text, not records\n' * 9, lambda data: b'', lambda data: data[3150:]]
 )
@@ -142,6 +140,8 @@ def test_a_full_disk_is_not_success(tmp_path, wide_awake):
 def test_a_reader_that_goes_away_gets_no_traceback(tmp_path, wide_awake):
   path = write(tmp_path / 'a.tfrecords', ['%d.png' % i for i in range(20000, 24000)], np.repeat(noise(1), 4000, 0))
   arguments = command('test_tfrecords.py', '--tfrecords', path, '--checkpoint_dir', wide_awake, '--probabilities')
-  done = subprocess.run(' '.join(arguments) + ' | head -1', shell=True, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+  done = subprocess.run(
+    ' '.join(arguments) + ' | head -1', shell=True, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+  )
   assert done.stdout.startswith(b'id,label,airplane') and b'Traceback' not in done.stderr
   assert b'Exception ignored' not in done.stderr

@@ -286,7 +286,15 @@ def test_a_save_that_fails_names_the_reason_and_leaves_the_older_checkpoint(resu
 
 @pytest.mark.parametrize(
   'flag, value',
-  [('num_gpus', 0), ('num_gpus', -1), ('num_gpus', 'two'), ('num_gpu', 4), ('batch_size', 0), ('keep_prob', 1.5), ('epochs', 0)],
+  [
+    ('num_gpus', 0),
+    ('num_gpus', -1),
+    ('num_gpus', 'two'),
+    ('num_gpu', 4),
+    ('batch_size', 0),
+    ('keep_prob', 1.5),
+    ('epochs', 0),
+  ],
 )
 def test_wrong_flags_are_named(flag, value):
   with pytest.raises(train.flags.Error, match=flag):

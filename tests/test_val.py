@@ -60,7 +60,9 @@ def test_the_report_agrees_with_numpy_for_any_threads_and_batch_size(test_set, w
   assert len(outputs) == 1
   (stdout,) = outputs
   assert numbers(stdout) == ((predicted == labels).sum(), 37, pytest.approx(losses.mean(), abs=1e-4))
-  assert confusion_of(stdout) == pd.crosstab(labels, predicted).reindex(range(10), columns=range(10), fill_value=0).values.tolist()
+  assert (
+    confusion_of(stdout) == pd.crosstab(labels, predicted).reindex(range(10), columns=range(10), fill_value=0).values.tolist()
+  )
   assert {name: open(os.path.join(wide_awake, name), 'rb').read() for name in before} == before
 
 
@@ -160,5 +162,3 @@ def test_validation_during_training_that_deletes_checkpoints(test_set, resumable
       stderr = process.communicate(timeout=60)[1].decode()
   assert process.returncode == 143, stderr
   assert len(steps) > 1
-
-
