@@ -32,11 +32,10 @@ def _quiet_import():
   Where there is no NVIDIA driver, TensorFlow's errors about its absence are left out too: train.py says it once.
   TensorFlow 2.x writes some lines before it has read its own setting, so what the import prints is filtered here.
   """
-  if 'TF_CPP_MIN_LOG_LEVEL' in os.environ:
+  has_driver = os.path.exists('/proc/driver/nvidia') or os.path.exists('/dev/dxg')
+  if os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '1' if has_driver else '3') == '0':
     yield
     return
-  has_driver = os.path.exists('/proc/driver/nvidia') or os.path.exists('/dev/dxg')
-  os.environ['TF_CPP_MIN_LOG_LEVEL'] = '1' if has_driver else '3'
   with tempfile.TemporaryFile() as printed:
     stderr = os.dup(2)
     os.dup2(printed.fileno(), 2)

@@ -137,6 +137,13 @@ class NETWORK(object):
     return self.cross_entropy + self.weight_decay
 
 
+def session_config(num_cpus=1):
+  """How sessions are configured: `num_cpus` virtual CPU devices, and GPUs as far as there are any."""
+  config = tf.ConfigProto(allow_soft_placement=True, device_count={'CPU': num_cpus})
+  config.gpu_options.allow_growth = True  # val.py --watch and train.py share a GPU
+  return config
+
+
 # ---------------------------------------------------------------- checkpoints
 
 
@@ -168,6 +175,17 @@ def list_checkpoints(folder):
   return sorted(filter(_is_whole, prefixes), key=checkpoint_step)
 
 
+def named_checkpoints(folder):
+  """Names, without folder, of the newest and of all the checkpoints in a folder's `checkpoint` file; None and [] without."""
+  try:
+    state = tf.train.get_checkpoint_state(folder)
+  except Exception:  # the file is damaged: what is raised depends on how, and on the TensorFlow
+    state = None
+  if not state:
+    return None, []
+  return os.path.basename(state.model_checkpoint_path), [os.path.basename(path) for path in state.all_model_checkpoint_paths]
+
+
 def find_checkpoint(path):
   """The checkpoint that `path` means: a prefix, one of its files, or a folder, whose newest it is.
 
@@ -189,11 +207,8 @@ def find_checkpoint(path):
   whole = list_checkpoints(path)
   if not whole:
     raise CheckpointError('no checkpoint in the folder %s: train one with train.py, or give another folder' % path)
-  try:
-    state = tf.train.get_checkpoint_state(path)
-  except Exception:  # not a CheckpointState, of whatever kind the parser says
-    state = None
-  named = state and os.path.join(path, os.path.basename(state.model_checkpoint_path))
+  newest, _ = named_checkpoints(path)
+  named = newest and os.path.join(path, newest)
   if named in whole:
     return named
   if named:

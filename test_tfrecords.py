@@ -81,12 +81,10 @@ def tfrecords_batch(path, batch_size, num_threads):
 
 def predict(path, count, checkpoint, batch_size, num_threads):
   """Names, bytes [count], and logits, float32 [count, 10], of the `count` images of a TFRecords file."""
-  config = tf.ConfigProto(allow_soft_placement=True)
-  config.gpu_options.allow_growth = True
   with tf.Graph().as_default():
     image_batch, name_batch = tfrecords_batch(path, batch_size, num_threads)
     logits = network.NETWORK(image_batch, None, 1, len(CLASSES), False).logits
-    with tf.Session(config=config) as session:
+    with tf.Session(config=network.session_config()) as session:
       print('predicting with ' + network.restore(session, tf.trainable_variables(), checkpoint), file=sys.stderr)
       session.run(tf.local_variables_initializer())
       return read_all(session, [name_batch, logits], count)

@@ -81,13 +81,6 @@ def place(tower, homes, load):
   return device
 
 
-def session_config(devices):
-  cpus = {'CPU': len(devices)} if 'cpu' in devices[0] else {}
-  config = tf.ConfigProto(allow_soft_placement=True, device_count=cpus)
-  config.gpu_options.allow_growth = True  # leaves room for val.py --watch on the same GPU
-  return config
-
-
 # ---------------------------------------------------------------- graph
 
 
@@ -324,8 +317,7 @@ def remove_unfinished_saves(folder):
 def make_saver(folder, keep_checkpoints):
   """Saver that also counts the checkpoints of earlier runs in `folder` among the `keep_checkpoints` newest."""
   saver = tf.train.Saver(max_to_keep=keep_checkpoints, save_relative_paths=True)
-  state = tf.train.get_checkpoint_state(folder)
-  names = map(os.path.basename, state.all_model_checkpoint_paths) if state else []
+  _, names = network.named_checkpoints(folder)
   saver.recover_last_checkpoints([os.path.join(folder, name) for name in names])
   return saver
 
@@ -342,7 +334,7 @@ def train(folder, start, model, devices, first_step, last_step, global_batch):
   hooks = [stop, ProgressHook(model.report, folder, first_step, last_step, global_batch),
            CheckpointHook(model, folder, make_saver(folder, FLAGS.keep_checkpoints), FLAGS.save_steps)]  # fmt: skip
   scaffold = tf.train.Scaffold(init_fn=lambda _, session: start and network.restore(session, variables, start))
-  with tf.train.MonitoredTrainingSession(scaffold=scaffold, hooks=hooks, config=session_config(devices),
+  with tf.train.MonitoredTrainingSession(scaffold=scaffold, hooks=hooks, config=network.session_config(len(devices)),
                                          log_step_count_steps=None) as session:  # fmt: skip
     while not session.should_stop():
       session.run(model.train_op)
@@ -351,33 +343,42 @@ def train(folder, start, model, devices, first_step, last_step, global_batch):
   return stop.signum
 
 
+def steps_to_do(start, num_records, global_batch):
+  """The global step at which this run begins, 0 or that of the checkpoint `start`, and the one at which it ends."""
+  first_step, images_seen = 0, 0
+  if start:
+    counters = [tf.train.get_global_step(), tf.global_variables('images_seen')[0]]
+    first_step, images_seen = (int(value) for value in network.read_values(start, counters)[1])
+  to_do = max(0, math.ceil((FLAGS.epochs * num_records - images_seen) / global_batch))
+  return first_step, min(first_step + to_do, FLAGS.max_steps or first_step + to_do)
+
+
+def print_header(devices, global_batch, data, folder):
+  parameters = sum(variable.shape.num_elements() for variable in tf.trainable_variables())
+  print('TensorFlow %s; %d tower(s) on %s; global batch %d; VGG19 with %s parameters\n'
+        '%d records in %s; checkpoints and summaries in %s'
+        % (tf.__version__, len(devices), ' '.join(devices), global_batch, format(parameters, ','),
+           data.num_records, os.path.dirname(data.filenames[0]), folder), file=sys.stderr)  # fmt: skip
+
+
 def main(_):
+  start = network.resume_point(FLAGS.checkpoint_dir)
+  folder = os.path.dirname(start) or '.' if start else FLAGS.checkpoint_dir
   devices = tower_devices(FLAGS.num_gpus)
   global_batch = len(devices) * FLAGS.batch_size
-  folder, start = FLAGS.checkpoint_dir, network.resume_point(FLAGS.checkpoint_dir)
-  if start:
-    folder = os.path.dirname(start)
   with tf.Graph().as_default():
     tf.set_random_seed(FLAGS.seed)
     data = data_input(FLAGS.data_dir, FLAGS.batch_size, len(CLASSES), True, FLAGS.num_threads)
     model = build(data, devices, FLAGS.epochs, FLAGS.learning_rate, FLAGS.momentum, FLAGS.keep_prob)
-    first_step, images_seen = 0, 0
-    if start:
-      counters = [tf.train.get_global_step(), tf.global_variables('images_seen')[0]]
-      first_step, images_seen = (int(value) for value in network.read_values(start, counters)[1])
-    last_step = first_step + max(0, math.ceil((FLAGS.epochs * data.num_records - images_seen) / global_batch))
-    last_step = min(last_step, FLAGS.max_steps or last_step)
-    parameters = sum(variable.shape.num_elements() for variable in tf.trainable_variables())
-    print('TensorFlow %s; %d tower%s on %s; global batch %d; VGG19 with %s parameters\n%d records in %s; %s\n%s' % (
-      tf.__version__, len(devices), 's' * (len(devices) > 1), ' '.join(devices), global_batch, format(parameters, ','),
-      data.num_records, os.path.dirname(data.filenames[0]), 'checkpoints and summaries in ' + folder,
-      'resuming %s at step %d of %d' % (start, first_step, last_step) if start else 'starting, %d steps' % last_step),
-      file=sys.stderr)  # fmt: skip
+    first_step, last_step = steps_to_do(start, data.num_records, global_batch)
+    print_header(devices, global_batch, data, folder)
     if first_step >= last_step:
       print(
-        'nothing to do: %s has reached step %d. More --epochs or --max_steps would go on' % (start, first_step), file=sys.stderr
+        'nothing to do: %s has reached step %d; raise --epochs or --max_steps to go on' % (start, first_step), file=sys.stderr
       )
       return
+    print('resuming %s, step %d of %d' % (start, first_step, last_step) if start else 'starting, %d steps' % last_step,
+          file=sys.stderr)  # fmt: skip
     signum = train(folder, start, model, devices, first_step, last_step, global_batch)
   if signum:
     sys.exit(128 + signum)

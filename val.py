@@ -93,12 +93,10 @@ class Validation(object):
     self._data = data_input(data_dir, batch_size, len(CLASSES), False, num_threads)
     logits = network.NETWORK(self._data.image_batch, self._data.label_batch, 1, len(CLASSES), False).logits
     self._fetches = [tf.argmax(self._data.label_batch, 1), logits]
-    self._config = tf.ConfigProto(allow_soft_placement=True)
-    self._config.gpu_options.allow_growth = True  # leaves room for training on the same GPU
 
   def __call__(self, path):
     # A session each: queues that have ended stay closed within one.
-    with tf.Session(config=self._config) as session:
+    with tf.Session(config=network.session_config()) as session:
       checkpoint = network.restore(session, tf.trainable_variables(), path)
       session.run(tf.local_variables_initializer())
       labels, logits = read_all(session, self._fetches, self._data.num_records)

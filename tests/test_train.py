@@ -81,7 +81,7 @@ class FixedData(object):
 def after_one_step(num_towers):
   """Every variable after one update of `num_towers` towers that share 128 records; the report; the graph's op types."""
   devices = ['/cpu:%d' % i for i in range(num_towers)]
-  with tf.Graph().as_default() as graph, tf.Session(config=train.session_config(devices)) as session:
+  with tf.Graph().as_default() as graph, tf.Session(config=network.session_config(num_towers)) as session:
     model = train.build(FixedData(128 // num_towers), devices, 1, 0.1, 0.9, keep_prob=1)
     session.run(tf.global_variables_initializer())
     draw = np.random.RandomState(1)
@@ -170,7 +170,7 @@ def test_four_towers_without_a_gpu_warn_and_train(two_steps, tmp_path):
                     '--batch_size', 2, '--max_steps', 3)  # fmt: skip
   assert_readable(done.stderr)
   assert not done.stdout
-  for words in ('warning: TensorFlow sees no GPU: 4 towers', 'TensorFlow ' + tf.__version__, '4 towers', 'global batch 8',
+  for words in ('warning: TensorFlow sees no GPU: 4 towers', 'TensorFlow ' + tf.__version__, '4 tower(s) on /cpu:0 /cpu:1 /cpu:2 /cpu:3', 'global batch 8',
                 '38,947,914 parameters', '200 records in ' + str(tmp_path), 'step 3/3  epoch 0.12', 'learning rate',
                 'images/s', 'left'):  # fmt: skip
     assert words in done.stderr, words
@@ -205,7 +205,7 @@ def test_training_goes_on_where_it_was_with_another_number_of_towers(resumable, 
     f.write('mine')
   before = value_of(resumable, 'fc7/weights/Momentum')
   done = run_script('train.py', '--data_dir', small_data, '--checkpoint_dir', resumable, '--batch_size', 4, '--max_steps', 4)
-  assert 'at step 2 of 4' in done.stderr and 'step 3/4' in done.stderr
+  assert 'step 2 of 4' in done.stderr and 'step 3/4' in done.stderr
   assert value_of(resumable, 'global_step') == 4 and value_of(resumable, 'images_seen') == 16 + 8
   assert steps_on_disk(resumable) == [2, 4]
   assert scalars(resumable)['learning_rate'][4] == pytest.approx(0.03 * 24 / 200, rel=1e-4)
