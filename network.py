@@ -11,6 +11,7 @@ import re
 
 if __name__ == '__main__':
   import data_input  # run alone, it starts like the other scripts; as a module it knows nothing of data_input
+import numpy as np
 import tensorflow.compat.v1 as tf
 
 # Output channels of the 3x3 convolutions, block by block; each block ends in a max pool.
@@ -32,22 +33,48 @@ class CheckpointError(flags.Error, ValueError):
 # ---------------------------------------------------------------- layers
 
 
+# Finite points at which the transforms of 4 pixels evaluate; the usual 0, 1, -1, 2, -2 round five times as badly.
+POINTS = [0, 0.75, -0.75, 1.5, -1.5]
+
+
+def transforms(size):
+  """Matrices that turn a SAME convolution of `size` values x with 3 taps k into few products.
+
+  Returns:
+    to_inputs [p, size], to_taps [p, 3], to_outputs [size, p] such that the convolution is
+    to_outputs @ ((to_taps @ k) * (to_inputs @ x)): Winograd's minimal filtering (Lavin and Gray 2016, arXiv:1509.09308)
+    without the products that padding makes zero. p is 1 for one value, 3 for two, size + 2 beyond.
+  """
+  if size == 1:
+    return np.array([[1]]), np.array([[0, 1, 0]]), np.array([[1]])
+  if size == 2:  # y0 = k1 (x0 + x1) + (k2 - k1) x1;  y1 = k1 (x0 + x1) + (k0 - k1) x0
+    return np.array([[1, 1], [0, 1], [1, 0]]), np.array([[0, 1, 0], [0, -1, 1], [1, -1, 0]]), np.array([[1, 1, 0], [1, 0, 1]])
+  points = np.array(POINTS[: size + 1])[:, None]
+
+  def powers(count):
+    return np.vstack([points ** np.arange(count), np.eye(count)[-1]])  # the last row is the point at infinity
+
+  to_inputs = np.linalg.inv(powers(size + 2)).T[:, 1:-1]
+  return to_inputs, powers(3), powers(size).T
+
+
 def convolve(images, kernel, stride=1):
   """SAME convolution of images [batch, height, width, in] with a 3x3 kernel [3, 3, in, out].
 
-  On maps up to 2x2 every output sees every input, so the convolution is a dense layer whose matrix
-  [height*width*in, height*width*out] is put together from the kernel's taps; the taps that would only see padding
-  are not computed. There TensorFlow's CPU convolutions take several times as long (tests/benchmarks/run.py step).
+  On maps up to 4x4 most of TensorFlow's work goes into padding, on the CPU several times the work of a matrix product
+  (tests/benchmarks/run.py step). There the two sides of `transforms` make of it one batched product.
   """
   height, width, channels = images.shape.as_list()[1:]
-  if stride > 1 or max(height, width) > 2:
+  if stride > 1 or max(height, width) > 4:
     return tf.nn.conv2d(images, kernel, [1, stride, stride, 1], 'SAME')
-  taps = [tf.unstack(row) for row in tf.unstack(kernel)]
-  pixels = [(y, x) for y in range(height) for x in range(width)]
-  # Rows are inputs, columns outputs: the input at (y, x) reaches the output at (v, u) through tap (y-v+1, x-u+1).
-  matrix = [tf.concat([taps[y - v + 1][x - u + 1] for v, u in pixels], 1) for y, x in pixels]
-  flat = tf.matmul(tf.reshape(images, [-1, height * width * channels]), tf.concat(matrix, 0))
-  return tf.reshape(flat, [-1, height, width, kernel.shape.as_list()[3]])
+  filters = kernel.shape.as_list()[3]
+  to_inputs, to_taps, to_outputs = (
+    np.kron(of_rows, of_columns).astype(np.float32) for of_rows, of_columns in zip(transforms(height), transforms(width))
+  )
+  taps = tf.reshape(tf.matmul(to_taps, tf.reshape(kernel, [9, channels * filters])), [-1, channels, filters])
+  inputs = tf.tensordot(to_inputs, tf.reshape(images, [-1, height * width, channels]), [[1], [1]])
+  outputs = tf.tensordot(tf.matmul(inputs, taps), to_outputs, [[0], [1]])  # [batch, out, pixel]
+  return tf.reshape(tf.transpose(outputs, [0, 2, 1]), [-1, height, width, filters])
 
 
 def weights_and_biases(kernel_shape):
@@ -73,7 +100,7 @@ class NETWORK(object):
     cross_entropy: scalar, mean over the batch, in nats.
     weight_decay: scalar, 0.0004 times the l2_loss of the decayed kernels: the first convolution of each block, fc6, fc7.
     losses: scalar, cross_entropy + weight_decay.
-    layers: list of (name, output shape without batch, parameters, multiply-adds of one image).
+    layers: list of (name, output shape without batch, parameters, multiply-adds that one image needs).
 
   Variables are made by `tf.get_variable` in the current scope: conv1_1/weights, conv1_1/biases, ... fc8/biases.
   """
@@ -111,7 +138,7 @@ class NETWORK(object):
       kernel, biases = weights_and_biases([3, 3, channels, width])
       y = tf.nn.relu(tf.nn.bias_add(convolve(x, kernel, stride), biases))
     out_pixels = y.shape[1] * y.shape[2]
-    taps = min(9, int(height * breadth))  # up to 2x2, convolve computes only the taps that meet a pixel
+    taps = min(9, height * breadth)  # on maps up to 2x2 the others meet only padding
     self._note(name, y, kernel, biases, decayed, int(out_pixels) * taps * channels * width)
     return y
 

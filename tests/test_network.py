@@ -97,14 +97,13 @@ def test_half_of_the_units_are_dropped_and_the_others_doubled():
       np.testing.assert_allclose(dropped[dropped > 0], 2 * kept[dropped > 0], rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-  'height, width, stride', [(1, 1, 1), (2, 2, 1), (1, 2, 1), (2, 1, 1), (4, 4, 1), (5, 3, 1), (6, 6, 2), (2, 2, 2)]
-)
-def test_convolve_is_tensorflows_convolution_with_its_gradients(height, width, stride):
+@pytest.mark.parametrize('height, width', [(1, 1), (2, 2), (1, 2), (2, 1), (3, 3), (4, 4), (4, 1), (2, 4), (5, 4), (7, 7)])
+@pytest.mark.parametrize('channels, stride', [(6, 1), (256, 1), (6, 2)])
+def test_convolve_is_tensorflows_convolution_with_its_gradients(height, width, channels, stride):
   draw = np.random.RandomState(height * 10 + width)
   with tf.Graph().as_default(), tf.Session() as session:
-    images = tf.constant(draw.normal(size=[5, height, width, 6]), tf.float32)
-    kernel = tf.constant(draw.normal(size=[3, 3, 6, 7]), tf.float32)
+    images = tf.constant(draw.normal(size=[5, height, width, channels]), tf.float32)
+    kernel = tf.constant(draw.normal(size=[3, 3, channels, channels + 1]), tf.float32)
     ours = network.convolve(images, kernel, stride)
     theirs = tf.nn.conv2d(images, kernel, [1, stride, stride, 1], 'SAME')
     assert ours.shape.as_list() == theirs.shape.as_list()
@@ -112,6 +111,14 @@ def test_convolve_is_tensorflows_convolution_with_its_gradients(height, width, s
     results = session.run([[y] + tf.gradients(y * weight, [images, kernel]) for y in (ours, theirs)])
   for mine, reference in zip(*results):
     assert abs(mine - reference).max() <= 1e-5 * abs(reference).max()
+
+
+@pytest.mark.parametrize('size, products', [(1, 1), (2, 3), (3, 5), (4, 6)])
+def test_transforms_convolve_with_few_products(size, products):
+  to_inputs, to_taps, to_outputs = network.transforms(size)
+  x, k = np.arange(1, size + 1) ** 2, np.array([3, 5, 11])
+  assert len(to_inputs) == len(to_taps) == to_outputs.shape[1] == products
+  np.testing.assert_allclose(to_outputs @ ((to_taps @ k) * (to_inputs @ x)), np.correlate(np.pad(x, 1, 'constant'), k))
 
 
 def test_run_alone_prints_the_layer_table():

@@ -5,7 +5,7 @@
   python tests/benchmarks/run.py --repeats 1 val    a quick look
 
   step      training step, constant input, batch 128   against the same network in plain tf.nn.conv2d
-  keras     the same                                   against Keras 3's fit, where it is installed: TensorFlow 2.x
+  keras     the same                                   against Keras 3, where it is installed: with TensorFlow 2.x
   torch     the same                                   against PyTorch, where it is installed
   input     training queue                             against one image at a time, tf.data, torch's DataLoader
   train     train.py, run as a command                 against its bare step, constant input
@@ -106,7 +106,7 @@ def our_step(devices, batch_size, seconds=5):
                                next_batch=lambda: map(tf.constant, noise(batch_size)))  # fmt: skip
   with tf.Graph().as_default():
     model = train.build(data, devices, 100, RATE, MOMENTUM, KEEP_PROB)
-    session = tf.Session(config=train.session_config(devices))
+    session = tf.Session(config=network.session_config(len(devices)))
     session.run(tf.global_variables_initializer())
   return lambda: rate(lambda: session.run(model.train_op), len(devices) * batch_size, seconds)
 
@@ -128,7 +128,7 @@ def convolutions():
       yield width, 2 if (block, i) == (1, 2) else 1, i == 1, i == len(widths)
 
 
-def keras_step(steps=4):
+def keras_step():
   import keras
   from keras import layers
 
@@ -145,8 +145,9 @@ def keras_step(steps=4):
     model.add(layers.Dropout(1 - KEEP_PROB))
   model.add(layers.Dense(NUM_CLASSES, kernel_initializer='he_normal'))
   model.compile(keras.optimizers.SGD(RATE, MOMENTUM), keras.losses.CategoricalCrossentropy(from_logits=True))
-  batches = tf.data.Dataset.from_tensors(noise(BATCH)).repeat(steps)
-  return lambda: rate(lambda: model.fit(batches, verbose=0), steps * BATCH)
+  batch = noise(BATCH)
+  # Its steps are those of fit, whose end can wait for seconds until tf.data lets go: a long epoch hides that, no short one.
+  return lambda: rate(lambda: model.train_on_batch(*batch), BATCH)
 
 
 def torch_network():
@@ -381,7 +382,7 @@ FORWARD = Side('bare forward pass', bare_forward)
 
 BENCHMARKS = {  # ours, then what it is compared with
   'step': [STEP] + PLAIN,
-  'keras': [STEP, Side('Keras 3 fit, oneDNN on', keras_step, 'keras')],
+  'keras': [STEP, Side('Keras 3 train_on_batch, oneDNN on', keras_step, 'keras')],
   'torch': [STEP, Side('PyTorch', torch_step, 'torch')],
   'input': [
     Side('training queue', lambda: queue_rate(our_input)),
@@ -439,22 +440,25 @@ def serve():
     print(measure(), file=replies)
 
 
-def compare(name, scratch):
-  """Runs a benchmark; yields rows: what, ours, reference, ratio."""
-  sides = [side for side in BENCHMARKS[name] if not side.module or importlib.util.find_spec(side.module)]
-  rounds = []
+def alternate(name, sides, scratch):
+  """Measures `sides` in turn, --repeats times; returns the median images/s of each."""
   with contextlib.ExitStack() as stack:
-    workers = []
-    for side in sides if len(sides) > 1 else []:
-      workers.append(stack.enter_context(contextlib.closing(Worker(name, side, scratch))))
+    workers = [stack.enter_context(contextlib.closing(Worker(name, side, scratch))) for side in sides]
+    rounds = []
     for _ in range(FLAGS.repeats):
       rounds.append([worker.measure() for worker in workers])
       print(name, *map('{:.1f}'.format, rounds[-1]), file=sys.stderr)
-  medians = dict(zip(sides, np.median(rounds, 0)))
+  return np.median(rounds, 0)
+
+
+def compare(name, scratch):
+  """Runs a benchmark; yields rows: what, ours, reference, ratio."""
   ours, *references = BENCHMARKS[name]
+  able = [side for side in references if not side.module or importlib.util.find_spec(side.module)]
+  medians = dict(zip([ours] + able, alternate(name, [ours] + able, scratch))) if able else {}
   for side in references:
     values = '-', '-', '%s is not installed' % side.module
-    if side in medians:
+    if side in able:
       values = '%.1f' % medians[ours], '%.1f' % medians[side], '%6.2f' % (medians[ours] / medians[side])
     yield ('%s: %s / %s' % (name, ours.what, side.what), *values)
 
@@ -465,6 +469,8 @@ def main(names):
   for name in names:
     if name not in BENCHMARKS:
       raise flags.Error("there is no benchmark '%s': choose from %s" % (name, ', '.join(BENCHMARKS)))
+  for number in (signal.SIGINT, signal.SIGTERM):  # unwinds, so that the processes and their files go
+    signal.signal(number, lambda number, _: sys.exit(128 + number))
   with tempfile.TemporaryDirectory() as scratch:
     FLAGS.data_dir = os.path.abspath(FLAGS.data_dir)
     if not os.path.exists(FLAGS.data_dir):
