@@ -77,6 +77,17 @@ def convolve(images, kernel, stride=1):
   return tf.reshape(tf.transpose(outputs, [0, 2, 1]), [-1, height, width, filters])
 
 
+@tf.custom_gradient
+def multiply(x, kernel):
+  """Matrix product [batch, in] x [in, out] -> [batch, out]."""
+
+  def gradient(dy):
+    # (kernel dy')' and not dy kernel': of a transposed 4096x4096 matrix TensorFlow 1.15 makes a product at a fifth the speed.
+    return tf.transpose(tf.matmul(kernel, dy, transpose_b=True)), tf.matmul(x, dy, transpose_a=True)
+
+  return tf.matmul(x, kernel), gradient
+
+
 def weights_and_biases(kernel_shape):
   """He-normal kernel (He et al. 2015, arXiv:1502.01852) and zero biases, in the current variable scope."""
   # Resource variables on either TensorFlow: reads are ordered with updates, and towers share their buffers.
@@ -147,7 +158,7 @@ class NETWORK(object):
     channels = x.shape.as_list()[1]
     with tf.variable_scope(name):
       kernel, biases = weights_and_biases([channels, width])
-      y = tf.nn.bias_add(tf.matmul(x, kernel), biases)
+      y = tf.nn.bias_add(multiply(x, kernel), biases)
     self._note(name, y, kernel, biases, decayed, channels * width)
     return y
 
