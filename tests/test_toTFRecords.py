@@ -123,7 +123,7 @@ def test_other_sizes_are_resized_and_counted(tmp_path):
 
 @pytest.fixture
 def bad_folder(tmp_path):
-  """Ten images and four that are none, though named so."""
+  """Ten images and five that are none, though named so."""
   folder = tmp_path / 'bad ones'
   folder.mkdir()
   for i, image in enumerate(noise(10)):
@@ -134,12 +134,13 @@ def bad_folder(tmp_path):
   (folder / 'half.jpg').write_bytes(buffer.getvalue()[:500])
   (folder / 'empty.png').write_bytes(b'')
   (folder / 'page.png').write_text('<html>')
+  (folder / 'lost.png').symlink_to(folder / 'nowhere')
   return folder
 
 
 def test_unreadable_images_are_all_named_and_nothing_is_written(bad_folder, tmp_path):
   line = clean_error('toTFRecords.py', '--image_dir', bad_folder, '--output', tmp_path / 'out')
-  for name in ('4 of 14', 'cut.png', 'half.jpg', 'empty.png', 'page.png', '--skip_unreadable'):
+  for name in ('5 of 15', 'lost.png (No such file', 'cut.png', 'half.jpg', 'empty.png', 'page.png', '--skip_unreadable'):
     assert name in line
   assert sorted(os.listdir(str(tmp_path))) == ['bad ones']
 
@@ -148,7 +149,7 @@ def test_skip_unreadable_leaves_them_out_and_counts_them(bad_folder, tmp_path):
   for name in ('.DS_Store', 'Thumbs.db', 'readme.txt', '._1.png', 'labels.csv'):
     (bad_folder / name).write_bytes(b'x')
   done = run_script('toTFRecords.py', '--image_dir', bad_folder, '--output', tmp_path / 'new' / 'out', '--skip_unreadable')
-  assert '10 written, 4 skipped, 0 resized' in done.stdout
+  assert '10 written, 5 skipped, 0 resized' in done.stdout
   assert list(contents(tmp_path / 'new' / 'out')) == ['%d.png' % i for i in range(10)]
   (ignored,) = [line for line in done.stderr.splitlines() if 'ignored' in line]
   for name in ('5 ignored', '.DS_Store', 'Thumbs.db', 'readme.txt', '._1.png', 'labels.csv'):
