@@ -11,6 +11,7 @@ queue -> towers, all on the CPU. `tests/benchmarks/run.py input` measures it aga
 
 import contextlib
 import hashlib
+import http.client
 import os
 import re
 import shutil
@@ -29,15 +30,20 @@ os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '1')
 def _quiet_import():
   """Keeps TensorFlow's informational lines off stderr; its warnings, and a user's own TF_CPP_MIN_LOG_LEVEL, stay.
 
-  Where there is no NVIDIA driver, TensorFlow's errors about its absence are left out too: train.py says it once.
+  Where there is no NVIDIA driver, TensorFlow's own messages about its absence are left out too, which takes a level that
+  leaves out all messages of its C++ part; train.py says it once. Errors of a run come as exceptions.
   TensorFlow 2.x writes some lines before it has read its own setting, so what the import prints is filtered here.
   """
   has_driver = os.path.exists('/proc/driver/nvidia') or os.path.exists('/dev/dxg')
   if os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '1' if has_driver else '3') == '0':
     yield
     return
-  with tempfile.TemporaryFile() as printed:
+  try:
     stderr = os.dup(2)
+  except OSError:  # closed
+    yield
+    return
+  with tempfile.TemporaryFile() as printed:
     os.dup2(printed.fileno(), 2)
     try:
       yield
@@ -70,6 +76,7 @@ DATA_URL = 'https://www.cs.toronto.edu/~kriz/' + ARCHIVE
 DATA_MD5 = 'c32a1d4ab5d03f1284b67883e8d87530'
 
 flags = tf.app.flags
+NO_GPU = tf.ConfigProto(device_count={'GPU': 0})  # for sessions that would only take memory there
 # Every script has flags of its own instead of TensorFlow's global ones, so that all can be imported together.
 FLAGS = flags.FlagValues()
 flags.DEFINE_string('data_dir', 'data', 'folder with the .bin files, or the one above it', flag_values=FLAGS)
@@ -102,13 +109,15 @@ def run(main, flag_values, doc, max_words=0):
   try:
     if {'-h', '-help', '--help'} & set(sys.argv[1:]):
       print('%s\nFlags of %s' % (doc, flag_values.get_help(include_special_flags=False).lstrip()))
-      return
-    flag_values.set_gnu_getopt(True)
-    words = flag_values(sys.argv)[1:]
-    if len(words) > max_words:
-      raise flags.Error("unexpected word '%s' on the command line (see --help)" % words[max_words])
-    main(words)
+    else:
+      flag_values.set_gnu_getopt(True)
+      words = flag_values(sys.argv)[1:]
+      if len(words) > max_words:
+        raise flags.Error("unexpected word '%s' on the command line (see --help)" % words[max_words])
+      main(words)
+    sys.stdout.flush()  # a full disk shows here, while the exit status can still tell
   except (flags.Error, OSError) as error:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what could not be written is not tried again at exit
     sys.exit('error: ' + ' '.join(str(error).split()))
 
 
@@ -131,13 +140,22 @@ def _remove(path):
 
 @contextlib.contextmanager
 def whole_file(path):
-  """Yields a temporary name beside `path`; renamed to `path` when the block ends well, removed when it does not."""
-  partial = path + '.partial'
-  _remove(partial)  # left by a run that was killed
+  """Yields a temporary name beside the file or folder `path`; it becomes `path` when the block ends well, else it goes.
+
+  A file replaces one that is there; the files of a folder are added to it. Raises DataError where `path` is a device.
+  """
+  path = os.path.realpath(path)
+  if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+    raise DataError('%s is no regular file: give the name of one' % path)
+  partial = '%s.%d.partial' % (path, os.getpid())
   _unfinished.add(partial)
   try:
     yield partial
-    os.replace(partial, path)
+    if os.path.isdir(partial) and os.path.isdir(path):
+      for name in os.listdir(partial):
+        os.replace(os.path.join(partial, name), os.path.join(path, name))
+    else:
+      os.replace(partial, path)
   finally:
     _unfinished.discard(partial)
     _remove(partial)
@@ -224,7 +242,7 @@ def _fetch(url, path):
             bar.update(len(block))
         if _md5(partial) != DATA_MD5:
           raise DataError('the MD5 is not %s: the download was cut or changed' % DATA_MD5)
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, http.client.HTTPException) as error:
     raise DataError('no data set in %s, and %s could not be fetched (%s). Put its .bin files or the archive into %s, or '
                     'make a small data set with: python data_input.py --synthetic --data_dir %s'
                     % (((os.path.dirname(path), url, error) + (os.path.dirname(path),) * 2)))  # fmt: skip
@@ -255,7 +273,7 @@ def synthesise(data_dir, records=2000):
     return
   os.makedirs(data_dir, exist_ok=True)
   with whole_file(folder) as partial:
-    os.makedirs(partial, exist_ok=True)
+    os.makedirs(partial)
     for name, content in files.items():
       content.tofile(os.path.join(partial, name))
 
@@ -484,7 +502,7 @@ def preview(data_dir, path, draws=8, scale=3):
   paths, labels = find_files(data_dir, TRAIN_FILES, len(CLASSES))
   shown = [np.flatnonzero(labels[0] == label)[:1] for label in range(len(CLASSES))]
   records = np.fromfile(paths[0], np.uint8).reshape(-1, RECORD_BYTES)[np.concatenate(shown)]
-  with tf.Graph().as_default(), tf.Session() as session:
+  with tf.Graph().as_default(), tf.Session(config=NO_GPU) as session:
     images, _ = decode([record.tobytes() for record in records])
     originals, *fed = session.run([images, preprocess(images)] + [data_augmentation(images) for _ in range(draws)])
     # Standardised pixels lie mostly within two deviations: -2 is shown black, 2 white.
@@ -497,7 +515,7 @@ def preview(data_dir, path, draws=8, scale=3):
 
 def benchmark(data_dir, batch_size=128, seconds=5):
   """images/s of the training queue, once it runs."""
-  with tf.Graph().as_default(), tf.Session() as session:
+  with tf.Graph().as_default(), tf.Session(config=NO_GPU) as session:
     fetch = data_input(data_dir, batch_size, len(CLASSES), True).image_batch.op
     start = None
     for batches, _ in enumerate(run_through(session, fetch)):

@@ -18,7 +18,8 @@ import tensorflow.compat.v1 as tf
 BLOCKS = [[64, 64], [128, 128], [256] * 4, [512] * 4, [512] * 4]
 DENSE = [4096, 4096]
 WEIGHT_DECAY = 0.0004
-TRAINING_DONE = 'training_done'  # file in a checkpoint folder: no further checkpoint will come
+TRAINING_DONE = 'training_done'
+FILE_SUFFIX = r'\.(index|meta|data-\d{5}-of-\d{5})$'  # of a checkpoint's files, after its prefix
 flags = tf.app.flags
 
 
@@ -234,34 +235,50 @@ def find_checkpoint(path):
   """
   refuse_wildcards(path)
   if not os.path.isdir(path):
-    prefix = re.sub(r'\.(index|meta|data-\d{5}-of-\d{5})$', '', path)
+    prefix = re.sub(FILE_SUFFIX, '', path)
     if _is_whole(prefix):
       return prefix
     if os.path.exists(path) or os.path.exists(prefix + '.index'):
-      raise CheckpointError(
-        '%s is no whole checkpoint: give a folder, or a prefix that has .index and all its .data files' % path
-      )
+      raise CheckpointError('%s is no whole checkpoint: give a folder, or a prefix with .index and all its .data files' % path)
     raise CheckpointError('no checkpoint at %s: train one with train.py, or give another folder or prefix' % path)
-  whole = list_checkpoints(path)
-  if not whole:
-    raise CheckpointError('no checkpoint in the folder %s: train one with train.py, or give another folder' % path)
-  newest, _ = named_checkpoints(path)
-  named = newest and os.path.join(path, newest)
-  if named in whole:
-    return named
-  if named:
-    tf.logging.warning('%s/checkpoint names %s, which is gone or incomplete; taking %s', path, named, whole[-1])
-  return whole[-1]
+  for _ in range(3):  # training may replace the only checkpoint while it is looked at
+    newest, _ = named_checkpoints(path)
+    if newest and _is_whole(os.path.join(path, newest)):
+      return os.path.join(path, newest)
+    whole = list_checkpoints(path)
+    if whole and named_checkpoints(path)[0] == newest:
+      if newest:
+        tf.logging.warning('%s/checkpoint names %s, which is gone or incomplete; taking %s', path, newest, whole[-1])
+      return whole[-1]
+  raise CheckpointError('no checkpoint in the folder %s: train one with train.py, or give another folder' % path)
 
 
 def resume_point(path):
   """The checkpoint at which training in `path` goes on, or None where there is nothing to go on from.
 
-  Raises CheckpointError where checkpoints are there but none is whole: a fresh start would hide that.
+  Raises CheckpointError where checkpoints are there but none is whole, and for a file or prefix that is not there: a
+  fresh start would hide that.
   """
   refuse_wildcards(path)
-  traces = glob.glob(os.path.join(path, '*.index')) or os.path.exists(os.path.join(path, 'checkpoint'))
-  return find_checkpoint(path) if traces or (os.path.exists(path) and not os.path.isdir(path)) or _is_whole(path) else None
+  if os.path.isdir(path) and (glob.glob(os.path.join(path, '*.index')) or os.path.exists(os.path.join(path, 'checkpoint'))):
+    try:
+      return find_checkpoint(path)
+    except CheckpointError:
+      raise CheckpointError('%s has checkpoints, but none is whole: to start anew, delete `checkpoint` and *.index there, '
+                            'or give another --checkpoint_dir' % path)  # fmt: skip
+  names_one = re.search(FILE_SUFFIX, path) or os.path.basename(path).startswith('model.ckpt')
+  if os.path.isdir(path) or not (names_one or os.path.exists(path) or _is_whole(path)):
+    return None
+  return find_checkpoint(path)
+
+
+def mark_training(folder, done):
+  """Says by a file in `folder` whether training is done, so that `val.py --watch` knows that no checkpoint will follow."""
+  path = os.path.join(folder, TRAINING_DONE)
+  if done and not os.path.exists(path):
+    open(path, 'w').close()
+  elif not done and os.path.exists(path):
+    os.remove(path)
 
 
 def read_values(path, variables):
@@ -285,6 +302,8 @@ def read_values(path, variables):
     if shapes.get(name) != variable.shape.as_list():
       raise CheckpointError('%s is not of this network: its %s has shape %s instead of %s'
                             % (prefix, name, shapes.get(name), variable.shape.as_list()))  # fmt: skip
+    if not np.isfinite(values[names.index(name)]).all():
+      raise CheckpointError('%s holds numbers that are not finite, in %s: give an older one' % (prefix, name))
   return prefix, values
 
 

@@ -38,7 +38,7 @@ flags = tf.app.flags
 FLAGS = flags.FlagValues()
 flags.DEFINE_string('tfrecords', 'data/test.tfrecords', 'file that toTFRecords.py made', flag_values=FLAGS)
 flags.DEFINE_string('checkpoint_dir', 'checkpoints', 'folder of checkpoints, or the prefix of one', flag_values=FLAGS)
-flags.DEFINE_integer('batch_size', 128, 'images per step', 1, flag_values=FLAGS)
+flags.DEFINE_integer('batch_size', 128, 'images per step', 1, 1 << 16, flag_values=FLAGS)
 flags.DEFINE_integer('num_threads', 16, 'reader threads', 1, flag_values=FLAGS)
 flags.DEFINE_bool('probabilities', False, 'add ten columns, the probability of each class', flag_values=FLAGS)
 

@@ -18,6 +18,7 @@ from data_input import (
   IMAGE_NAME,
   IMAGE_RAW,
   IMAGE_SIZE,
+  NO_GPU,
   DataError,
   default_threads,
   natural_order,
@@ -45,11 +46,16 @@ def list_images(folder):
   if not os.path.isdir(folder):
     raise DataError('--image_dir %s is no folder: give the folder of the images' % folder)
   images, others = [], []
-  for root, _, names in os.walk(folder, onerror=_raise):
+  for root, folders, names in os.walk(folder, onerror=_raise):
+    path = functools.partial(os.path.join, os.path.relpath(root, folder))
+    # Hidden folders and those that macOS makes hold copies; links could lead in a circle.
+    passed = [name for name in folders if name.startswith(('.', '__MACOSX')) or os.path.islink(os.path.join(root, name))]
+    folders[:] = [name for name in folders if name not in passed]
+    others += [os.path.normpath(path(name)) + os.sep for name in passed]
     for name in names:
       # macOS keeps a ._ file beside each file it copies: named as an image, but none.
       is_image = name.lower().endswith(SUFFIXES) and not name.startswith('.')
-      (images if is_image else others).append(os.path.relpath(os.path.join(root, name), folder))
+      (images if is_image else others).append(os.path.normpath(path(name)))
   if not images:
     raise DataError('no images in %s: it holds no %s file' % (folder, ', '.join(SUFFIXES)))
   images.sort(key=natural_order)
@@ -70,7 +76,7 @@ class Decoder(object):
 
   def __init__(self):
     with tf.Graph().as_default(), tf.device('/cpu:0'):
-      self._session = tf.Session()
+      self._session = tf.Session(config=NO_GPU)
       self._contents = tf.placeholder(tf.string, [None])
       # The accurate method is what viewers use; the default differs by TensorFlow version.
       jpeg = functools.partial(tf.image.decode_jpeg, channels=3, dct_method='INTEGER_ACCURATE')
@@ -86,6 +92,8 @@ class Decoder(object):
     results, groups = {}, collections.defaultdict(dict)
     for path in paths:
       try:
+        if os.path.exists(path) and not os.path.isfile(path):
+          raise OSError(0, 'no regular file')  # opened, a pipe would wait for ever
         with open(path, 'rb') as f:
           contents = f.read()
         magic = next((magic for magic in self._decoders if contents.startswith(magic)), None)
@@ -105,7 +113,7 @@ class Decoder(object):
       pixels = self._session.run(self._decoders[magic][: len(group)], {self._contents: list(group.values())})
     except tf.errors.OpError:
       if len(group) == 1:
-        return dict.fromkeys(group, (None, False, 'damaged'))
+        return dict.fromkeys(group, (None, False, 'damaged, or an animation'))
       return {path: self._decode(magic, {path: contents})[path] for path, contents in group.items()}
     return {path: self._resize(image) for path, image in zip(group, pixels)}
 

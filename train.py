@@ -11,6 +11,7 @@ import collections
 import glob
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -29,7 +30,7 @@ FLAGS = flags.FlagValues()
 flags.DEFINE_string('data_dir', 'data', 'folder with the .bin files, or the one above it', flag_values=FLAGS)
 flags.DEFINE_string('checkpoint_dir', 'checkpoints', 'folder for checkpoints and summaries; resumes there', flag_values=FLAGS)
 flags.DEFINE_integer('num_gpus', None, 'towers (default: all visible GPUs, or one CPU tower)', 1, flag_values=FLAGS)
-flags.DEFINE_integer('batch_size', 128, 'images per tower and step', 1, flag_values=FLAGS)
+flags.DEFINE_integer('batch_size', 128, 'images per tower and step', 1, 1 << 16, flag_values=FLAGS)
 flags.DEFINE_float('epochs', 100, 'passes over the data; fixes the learning rate schedule', 1e-3, flag_values=FLAGS)
 flags.DEFINE_integer('max_steps', None, 'stop at this global step; leaves the schedule as it is', 1, flag_values=FLAGS)
 flags.DEFINE_float('learning_rate', 0.03, 'peak, reached after the warm-up', 0, flag_values=FLAGS)
@@ -39,6 +40,8 @@ flags.DEFINE_integer('save_steps', 400, 'steps between checkpoints', 1, flag_val
 flags.DEFINE_integer('keep_checkpoints', 5, 'newest checkpoints that stay on disk', 1, flag_values=FLAGS)
 flags.DEFINE_integer('num_threads', default_threads(), 'preprocessing threads', 1, flag_values=FLAGS)
 flags.DEFINE_integer('seed', None, 'of weights, order and augmentation (default: another each run)', flag_values=FLAGS)
+for name in ('epochs', 'learning_rate', 'momentum', 'keep_prob'):
+  flags.register_validator(name, math.isfinite, 'give a finite number', FLAGS)
 
 WARMUP_EPOCHS = 1  # at full rate from the start, He-normal weights without batch norm often diverge
 SUMMARY_STEPS = 10  # steps that one TensorBoard point averages
@@ -195,7 +198,7 @@ class StopHook(tf.train.SessionRunHook):
   def _on_signal(self, signum, _):
     self.signum = signum
     # Not print, which a signal may have interrupted.
-    os.write(2, b'stopping after this step and a save; the same signal again stops at once\n')
+    os.write(2, b'stopping after this step and a save\n')
     for number, handler in self._previous.items():
       signal.signal(number, handler)
 
@@ -210,9 +213,10 @@ class StopHook(tf.train.SessionRunHook):
 class CheckpointHook(tf.train.SessionRunHook):
   """Saves every `save_steps` steps and at the end; numbers that are not finite end training and are never saved."""
 
-  def __init__(self, model, folder, saver, save_steps):
+  def __init__(self, model, folder, save_steps, keep_checkpoints):
     self._fetch = [model.report['step'], model.finite]
-    self._folder, self._saver, self._save_steps = folder, saver, save_steps
+    self._folder, self._save_steps = folder, save_steps
+    self._saver, self._surplus = make_saver(folder, keep_checkpoints)
 
   def begin(self):
     self._all_finite = tf.reduce_all([tf.reduce_all(tf.is_finite(variable.read_value()))
@@ -243,9 +247,12 @@ class CheckpointHook(tf.train.SessionRunHook):
       self._saver.save(session, prefix, self._step, write_meta_graph=False)
     except (tf.errors.OpError, ValueError) as error:
       remove_unfinished_saves(self._folder)
-      reason = getattr(error, 'message', error)
-      raise network.CheckpointError('cannot save step %d in %s: %s' % (self._step, self._folder, reason))
+      # Of TensorFlow's page about the graph only what the file system said, which stands before the node's name.
+      reason = re.search(r'([^\n]*?)\s*\[\[|$', str(error)).group(1) or error
+      raise flags.Error('cannot save step %d in %s: %s' % (self._step, self._folder, reason))
     self._saved = self._step
+    while self._surplus:
+      tf.train.remove_checkpoint(self._surplus.pop())
 
   def _fail(self):
     raise flags.Error(
@@ -285,7 +292,7 @@ class ProgressHook(tf.train.SessionRunHook):
     left = (self._last_step - last['step']) * (now - self._since) / steps
     self._since, self._points = now, []
     values = [tf.Summary.Value(tag=tag, simple_value=mean[tag]) for tag in mean if tag not in ('step', 'images_seen')]
-    self._writer.add_summary(tf.Summary(value=values), last['step'])
+    self._write(lambda: self._writer.add_summary(tf.Summary(value=values), last['step']))
     text = ('step {step}/{last_step}  epoch {epoch:.2f}  loss {loss:.3f} (cross-entropy {cross_entropy:.3f})  accuracy '
             '{accuracy:.1%}  learning rate {learning_rate:.5f}  queue {queue_fill:.0%}  {images_per_second:.0f} images/s  {left} left'
             ).format(**dict(mean, step=last['step'], last_step=self._last_step, epoch=last['epoch'],
@@ -296,9 +303,18 @@ class ProgressHook(tf.train.SessionRunHook):
       self._line_time = now
       print(text, file=sys.stderr)
 
+  def _write(self, action):
+    """Summaries are worth a warning where they cannot be written (a full disk), not the run."""
+    try:
+      if self._writer:
+        action()
+    except (RuntimeError, OSError, tf.errors.OpError) as error:
+      self._writer = None
+      warn('no more summaries for TensorBoard: %s' % error)
+
   def end(self, _):
     self._bar.close()
-    self._writer.close()
+    self._write(lambda: self._writer.close())
 
 
 # ---------------------------------------------------------------- the run
@@ -315,31 +331,32 @@ def remove_unfinished_saves(folder):
 
 
 def make_saver(folder, keep_checkpoints):
-  """Saver that also counts the checkpoints of earlier runs in `folder` among the `keep_checkpoints` newest."""
+  """Saver that keeps the newest `keep_checkpoints`, those of earlier runs in `folder` among them.
+
+  Returns it, and those of earlier runs that are too many already: they go once there is a newer one.
+  """
   saver = tf.train.Saver(max_to_keep=keep_checkpoints, save_relative_paths=True)
-  _, names = network.named_checkpoints(folder)
-  saver.recover_last_checkpoints([os.path.join(folder, name) for name in names])
-  return saver
+  earlier = [os.path.join(folder, name) for name in network.named_checkpoints(folder)[1]]
+  saver.recover_last_checkpoints(earlier[-keep_checkpoints:])
+  return saver, earlier[:-keep_checkpoints]
 
 
 def train(folder, start, model, devices, first_step, last_step, global_batch):
   """Runs steps until `last_step` or a signal; saves in `folder`. Returns the signal's number, or None."""
   os.makedirs(folder, exist_ok=True)
   remove_unfinished_saves(folder)
-  done = os.path.join(folder, network.TRAINING_DONE)
-  if os.path.exists(done):
-    os.remove(done)
+  network.mark_training(folder, done=False)
   variables = tf.global_variables()
   stop = StopHook(model.report, last_step)
-  hooks = [stop, ProgressHook(model.report, folder, first_step, last_step, global_batch),
-           CheckpointHook(model, folder, make_saver(folder, FLAGS.keep_checkpoints), FLAGS.save_steps)]  # fmt: skip
+  hooks = [stop, CheckpointHook(model, folder, FLAGS.save_steps, FLAGS.keep_checkpoints),
+           ProgressHook(model.report, folder, first_step, last_step, global_batch)]  # fmt: skip
   scaffold = tf.train.Scaffold(init_fn=lambda _, session: start and network.restore(session, variables, start))
   with tf.train.MonitoredTrainingSession(scaffold=scaffold, hooks=hooks, config=network.session_config(len(devices)),
                                          log_step_count_steps=None) as session:  # fmt: skip
     while not session.should_stop():
       session.run(model.train_op)
   if not stop.signum:
-    open(done, 'w').close()
+    network.mark_training(folder, done=True)
   return stop.signum
 
 

@@ -26,12 +26,13 @@ flags = tf.app.flags
 FLAGS = flags.FlagValues()
 flags.DEFINE_string('checkpoint_dir', 'checkpoints', 'folder of checkpoints, or the prefix of one', flag_values=FLAGS)
 flags.DEFINE_string('data_dir', 'data', 'folder with the .bin files, or the one above it', flag_values=FLAGS)
-flags.DEFINE_integer('batch_size', 128, 'images per step', 1, flag_values=FLAGS)
+flags.DEFINE_integer('batch_size', 128, 'images per step', 1, 1 << 16, flag_values=FLAGS)
 flags.DEFINE_integer('num_threads', 16, 'reader threads', 1, flag_values=FLAGS)
 flags.DEFINE_bool('all', False, 'validate and rank every checkpoint of the folder', flag_values=FLAGS)
 flags.DEFINE_bool('watch', False, 'validate each new checkpoint once, until training is done', flag_values=FLAGS)
 
-POLL_SECONDS = 2
+POLL_SECONDS = 2  # between looks of --watch into the folder
+POLLS_DONE = 5  # looks that must find training done: one that goes on in a finished folder first has to start
 
 
 def score(labels, logits):
@@ -101,14 +102,28 @@ class Validation(object):
       session.run(tf.local_variables_initializer())
       labels, logits = read_all(session, self._fetches, self._data.num_records)
     result = dict(score(labels, logits), checkpoint=checkpoint)
-    write_summaries(result)
     print(report(result), flush=True)
+    try:
+      write_summaries(result)
+    except (tf.errors.OpError, RuntimeError, OSError) as error:
+      print('warning: no summaries for TensorBoard: %s' % error, file=sys.stderr)
     return result
+
+
+def results_of(validate, prefixes):
+  """Yields the result of each checkpoint that can be read; of the others, which training may have deleted, a warning."""
+  for prefix in prefixes:
+    try:
+      yield validate(prefix)
+    except network.CheckpointError as error:
+      print('warning: %s' % error, file=sys.stderr)
 
 
 def rank(validate, folder):
   """Validates every checkpoint of `folder` and prints them from best to worst."""
-  results = [validate(prefix) for prefix in network.list_checkpoints(folder)]
+  results = list(results_of(validate, network.list_checkpoints(folder)))
+  if not results:
+    raise network.CheckpointError('no checkpoint in the folder %s can be read: give another one' % folder)
   table = pd.DataFrame(results, columns=['checkpoint', 'accuracy', 'cross_entropy'])
   table = table.sort_values(['accuracy', 'cross_entropy'], ascending=[False, True])
   print(table.to_string(index=False, formatters={'accuracy': '{:.2%}'.format, 'cross_entropy': '{:.4f}'.format}))
@@ -117,18 +132,14 @@ def rank(validate, folder):
 
 def watch(validate, folder):
   """Validates each checkpoint that appears in `folder` once, until train.py says that it was the last."""
-  seen = set()
-  while True:
-    done = os.path.exists(os.path.join(folder, network.TRAINING_DONE))
-    for prefix in network.list_checkpoints(folder):
-      if prefix not in seen:
-        seen.add(prefix)
-        try:
-          validate(prefix)
-        except network.CheckpointError as error:  # training has deleted it meanwhile, or is still writing it
-          print('warning: %s' % error, file=sys.stderr)
-    if done:
-      return
+  print('waiting for checkpoints in %s' % folder, file=sys.stderr)
+  seen, polls_done = set(), 0
+  while polls_done < POLLS_DONE:
+    polls_done = polls_done + 1 if os.path.exists(os.path.join(folder, network.TRAINING_DONE)) else 0
+    new = [prefix for prefix in network.list_checkpoints(folder) if prefix not in seen]
+    for _ in results_of(validate, new):
+      pass
+    seen.update(new)
     time.sleep(POLL_SECONDS)
 
 
@@ -136,10 +147,11 @@ def main(words):
   path = words[0] if words else FLAGS.checkpoint_dir
   if FLAGS.all and FLAGS.watch:
     raise flags.Error('--all and --watch exclude each other: give one of them')
-  if (FLAGS.all or FLAGS.watch) and os.path.isfile(path + '.index'):
-    raise flags.Error('--all and --watch take a folder, not the checkpoint %s' % path)
+  network.refuse_wildcards(path)
   if not FLAGS.watch:
     network.find_checkpoint(path)
+  if (FLAGS.all or FLAGS.watch) and (os.path.exists(path) or os.path.exists(path + '.index')) and not os.path.isdir(path):
+    raise flags.Error('--all and --watch take a folder, not %s' % path)
   with tf.Graph().as_default():
     validate = Validation(FLAGS.data_dir, FLAGS.batch_size, FLAGS.num_threads)
     if FLAGS.all:

@@ -35,14 +35,15 @@ def command(name, *arguments):
   return [sys.executable, os.path.join(ROOT, name)] + [str(argument) for argument in arguments]
 
 
-def run_script(name, *arguments, status=0, timeout=150, **options):
+def run_script(script, *arguments, status=0, timeout=150, **options):
   """Runs a script as a command; its exit status must be `status`. Returns the completed process, outputs as text."""
   options.setdefault('stdout', subprocess.PIPE)
   environ = dict(os.environ, PYTHONIOENCODING='utf-8')
-  environ.pop('TF_CPP_MIN_LOG_LEVEL', None)  # conftest's import has set it for this process alone
+  for name in ('TF_CPP_MIN_LOG_LEVEL', 'PYTHONUNBUFFERED'):  # the first conftest's import has set, the second hides a full disk
+    environ.pop(name, None)
   environ.update(options.pop('env', {}))
   done = subprocess.run(
-    command(name, *arguments), stderr=subprocess.PIPE, encoding='utf-8', timeout=timeout, env=environ, **options
+    command(script, *arguments), stderr=subprocess.PIPE, encoding='utf-8', timeout=timeout, env=environ, **options
   )
   assert done.returncode == status, done.stderr
   return done

@@ -2,6 +2,7 @@ import hashlib
 import http.server
 import io
 import os
+import socket
 import tarfile
 import threading
 
@@ -100,6 +101,20 @@ def test_training_batches_are_standardised_and_differ_for_the_same_image(tmp_pat
   np.testing.assert_allclose(images.mean((1, 2, 3)), 0, atol=1e-4)
   np.testing.assert_allclose(images.std((1, 2, 3)), 1, atol=1e-4)
   assert len({one.tobytes() for one in images}) == 50
+
+
+def test_the_training_augmentation_draws_contrast_as_it_says_and_crops_and_flips():
+  # Every crop of this chequer has the same mean and deviation in each channel, so the contrast drawn can be read off.
+  chequer = np.indices([32, 32]).sum(0) % 2
+  image = np.stack([100 + 20 * chequer, 140 + 20 * chequer, 120 + 20 * chequer], 2).astype(np.uint8)
+  with tf.Graph().as_default():
+    out = run_once(data_input.data_augmentation(tf.constant(np.stack([image] * 2000))))
+  assert out.shape == (2000, 28, 28, 3)
+  mean = out.mean((1, 2))
+  factor = (out[:, :, :, 0].std((1, 2)) / (mean[:, 1] - mean[:, 0])) / (10 / 40)
+  assert 0.199 < factor.min() < 0.22 and 1.78 < factor.max() < 1.801 and abs(factor.mean() - 1) < 0.05
+  corner = out[:, 0, 0, 0] > mean[:, 0]  # differs by one pixel of crop, or by a flip
+  assert 0.4 < corner.mean() < 0.6
 
 
 # ---- reading
@@ -253,11 +268,10 @@ def test_the_folder_and_its_parent_both_work(tmp_path):
 
 
 def test_a_file_as_data_dir_is_a_clean_error(small_data):
-  for script in ('data_input.py', 'train.py', 'val.py'):
-    path = small_data / 'test_batch.bin'
-    arguments = ['--checkpoint_dir', small_data / 'none'] if script == 'train.py' else []
-    if script != 'val.py':
-      assert '%s is a file' % path in clean_error(script, '--data_dir', path, *arguments, timeout=20)
+  path = small_data / 'test_batch.bin'
+  assert '%s is a file' % path in clean_error('data_input.py', '--data_dir', path, timeout=20)
+  line = clean_error('train.py', '--data_dir', path, '--checkpoint_dir', small_data / 'none', timeout=20)
+  assert '%s is a file' % path in line and not (small_data / 'none').exists()
 
 
 # ---- download
@@ -343,6 +357,41 @@ def test_nothing_is_downloaded_where_a_file_lies(official, tmp_path):
   assert os.listdir(str(tmp_path / 'new')) == ['test_batch.bin']
 
 
+@pytest.mark.parametrize('reply', [b'no HTTP at all\n', b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab'])
+def test_a_broken_reply_is_a_clean_error(tmp_path, monkeypatch, reply):
+  with socket.socket() as server:
+    server.bind(('127.0.0.1', 0))
+    server.listen(1)
+
+    def answer():
+      connection, _ = server.accept()
+      connection.recv(1000)
+      connection.sendall(reply)
+      connection.close()
+
+    threading.Thread(target=answer, daemon=True).start()
+    monkeypatch.setattr(data_input, 'DATA_URL', 'http://127.0.0.1:%d/' % server.getsockname()[1])
+    with pytest.raises(DataError, match='could not be fetched'):
+      data_input.find_files(str(tmp_path / 'new'), data_input.TRAIN_FILES, 10)
+
+
+def test_a_folder_without_records_is_filled_all_the_same(official, tmp_path):
+  (tmp_path / 'new' / data_input.FOLDER).mkdir(parents=True)
+  (tmp_path / 'new' / data_input.FOLDER / 'readme.html').write_text('mine')
+  assert len(data_input.find_files(str(tmp_path / 'new'), data_input.TRAIN_FILES, 10)[0]) == 5
+  assert sorted(os.listdir(str(tmp_path / 'new'))) == [data_input.FOLDER, data_input.ARCHIVE]
+
+
+def test_whole_file_leaves_devices_alone_and_writes_through_links(tmp_path):
+  with pytest.raises(DataError, match='no regular file'), data_input.whole_file('/dev/null'):
+    pass
+  (tmp_path / 'link').symlink_to(tmp_path / 'target')
+  with data_input.whole_file(str(tmp_path / 'link')) as partial, open(partial, 'w') as f:
+    f.write('x')
+  assert (tmp_path / 'link').is_symlink() and (tmp_path / 'target').read_text() == 'x'
+  assert sorted(os.listdir(str(tmp_path))) == ['link', 'target']
+
+
 # ---- run alone
 
 
@@ -378,4 +427,12 @@ def test_help_and_usage_errors_of_every_script(script):
   text = run_script(script, '--help').stdout
   assert 'python ' + script in text and 'alsologtostderr' not in text
   assert "'no_such_flag'" in clean_error(script, '--no_such_flag', '4', timeout=20)
-  assert "'two words'" in clean_error(script, 'one', 'two words', timeout=20) or script != 'val.py'
+  first = 'two words' if script == 'val.py' else 'one'  # val.py takes one: the checkpoint
+  assert "unexpected word '%s'" % first in clean_error(script, 'one', 'two words', timeout=20)
+
+
+@pytest.mark.parametrize('script, argument', [('network.py', None), ('toTFRecords.py', '--help')])
+def test_a_full_disk_under_stdout_is_not_success(script, argument):
+  with open('/dev/full', 'w') as full:
+    done = run_script(script, *filter(None, [argument]), status=1, stdout=full)
+  assert 'error: ' in done.stderr and 'No space left' in done.stderr and 'ignored' not in done.stderr

@@ -256,5 +256,21 @@ def test_restore_refuses_damaged_values(folder, damage):
     restored(folder, [2, 3])
 
 
+def test_restore_refuses_numbers_that_are_not_finite(tmp_path):
+  with tf.Graph().as_default(), tf.Session() as session:
+    tf.get_variable('a', initializer=np.array([[1, np.nan]], np.float32), use_resource=True)
+    session.run(tf.global_variables_initializer())
+    tf.train.Saver().save(session, str(tmp_path / 'model.ckpt'), 3, write_meta_graph=False)
+  with pytest.raises(CheckpointError, match='model.ckpt-3 holds numbers that are not finite, in a'):
+    restored(tmp_path, [1, 2])
+
+
+def test_a_prefix_that_is_not_there_is_no_fresh_start(folder):
+  for name in ('model.ckpt-777', 'best-3.index'):
+    with pytest.raises(CheckpointError, match=name):
+      network.resume_point(str(folder / name))
+  assert network.resume_point(str(folder / 'run-1')) is None
+
+
 def test_network_takes_no_words():
   assert "'stray'" in clean_error('network.py', 'stray')

@@ -144,6 +144,17 @@ def test_wrong_input_is_a_clean_error(test_set, wide_awake, tmp_path):
   assert 'unexpected word' in clean_error('val.py', wide_awake, 'another', timeout=20)
   assert '--watch' in clean_error('val.py', '--all', '--watch', timeout=20)
   assert 'test_batch.bin is a file' in clean_error('val.py', wide_awake, '--data_dir', folder / 'test_batch.bin', timeout=20)
+  for path in (os.path.join(wide_awake, 'model.ckpt-7'), os.path.join(wide_awake, 'model.ckpt-7.index')):
+    assert 'take a folder' in clean_error('val.py', '--all', path, timeout=20)
+  assert 'take a folder' in clean_error('val.py', '--watch', folder / 'test_batch.bin', timeout=20)
+  assert 'rename' in clean_error('val.py', '--watch', tmp_path / 'run [1]', timeout=20)
+
+
+def test_a_report_is_printed_where_summaries_cannot_be_written(test_set, wide_awake, tmp_path):
+  folder = shutil.copytree(wide_awake, str(tmp_path / 'copy'), ignore=shutil.ignore_patterns('eval'))
+  with open(os.path.join(folder, 'eval'), 'w') as f:
+    f.write('a file')
+  assert numbers(run_script('val.py', folder, '--data_dir', test_set[0]).stdout)[1] == 37
 
 
 def test_validation_during_training_that_deletes_checkpoints(test_set, resumable, small_data):
