@@ -121,6 +121,10 @@ def run(main, flag_values, doc, max_words=0):
     sys.exit('error: ' + ' '.join(str(error).split()))
 
 
+def warn(text):
+  print('warning: ' + text, file=sys.stderr)
+
+
 _unfinished = set()  # temporary files that are being written
 
 

@@ -110,7 +110,8 @@ class NETWORK(object):
   Attributes:
     logits: float32 [batch, num_classes].
     cross_entropy: scalar, mean over the batch, in nats.
-    weight_decay: scalar, 0.0004 times the l2_loss of the decayed kernels: the first convolution of each block, fc6, fc7.
+    decayed: the kernels with weight decay: of the first convolution of each block, of fc6 and of fc7.
+    weight_decay: scalar, 0.0004 times their l2_loss.
     losses: scalar, cross_entropy + weight_decay.
     layers: list of (name, output shape without batch, parameters, multiply-adds that one image needs).
 
@@ -123,7 +124,7 @@ class NETWORK(object):
     self.keep_prob = keep_prob if is_training else 1
     self.num_classes = num_classes
     self.layers = []
-    self._decayed = []
+    self.decayed = []
     self.logits = self.inference()
     if label_batch is not None:
       self.losses = self.loss()
@@ -165,14 +166,14 @@ class NETWORK(object):
 
   def _note(self, name, y, kernel, biases, decayed, multiply_adds):
     if decayed:
-      self._decayed.append(kernel)
+      self.decayed.append(kernel)
     parameters = kernel.shape.num_elements() + biases.shape.num_elements()
     self.layers.append((name, y.shape.as_list()[1:], parameters, multiply_adds))
 
   def loss(self):
     """Mean cross-entropy plus weight decay, a scalar; keeps both parts as attributes."""
     self.cross_entropy = tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits_v2(labels=self.label_batch, logits=self.logits))
-    self.weight_decay = WEIGHT_DECAY * tf.add_n([tf.nn.l2_loss(kernel) for kernel in self._decayed])
+    self.weight_decay = WEIGHT_DECAY * tf.add_n([tf.nn.l2_loss(kernel) for kernel in self.decayed])
     return self.cross_entropy + self.weight_decay
 
 

@@ -2,6 +2,7 @@
 
   python train.py                         all visible GPUs, or one tower on the CPU
   python train.py --num_gpus 4            four towers; without a GPU on virtual CPU devices, for trying
+  TF_CONFIG=... python train.py           the same on each machine of a cluster, see the README
   tensorboard --logdir checkpoints        loss, accuracy, learning rate, images/s, queue fill
 
 Run again in the same folder, it goes on where it was. Ctrl-C or SIGTERM saves first.
@@ -9,15 +10,18 @@ Run again in the same folder, it goes on where it was. Ctrl-C or SIGTERM saves f
 
 import collections
 import glob
+import json
 import math
 import os
 import re
 import shutil
 import signal
+import socket
 import sys
+import threading
 import time
 
-from data_input import CLASSES, data_input, default_threads, run  # first: it imports TensorFlow quietly
+from data_input import CLASSES, data_input, default_threads, run, warn  # first: it imports TensorFlow quietly
 
 import numpy as np
 import tensorflow.compat.v1 as tf
@@ -98,8 +102,8 @@ def learning_rate(images_seen, num_records, epochs, peak):
   return peak * tf.minimum(epoch / warmup, 0.5 + 0.5 * tf.cos(math.pi * progress))
 
 
-def average_gradients(tower_grads):
-  """Mean of each variable's gradients over the towers, computed where the variable lives.
+def average_gradients(tower_grads, device=None):
+  """Mean of each variable's gradients over the towers, computed on `device`, else where the variable lives.
 
   Args:
     tower_grads: a list over towers of [(gradient, variable)], in the same order of variables.
@@ -113,20 +117,27 @@ def average_gradients(tower_grads):
     gradients, variable = [gradient for gradient, _ in pairs], pairs[0][1]
     if any(gradient is None for gradient in gradients):
       raise ValueError('a tower has no gradient of %s: its loss does not depend on it' % variable.op.name)
-    with tf.device(variable.device):
+    with tf.device(device or variable.device):
       mean = gradients[0] if len(gradients) == 1 else tf.add_n(gradients) / len(gradients)
     average.append((mean, variable))
   return average
 
 
-def add_weight_decay(gradients, weight_decay):
-  """Adds the gradient of the decay, once for all towers and where each variable lives."""
-  decayed = []
+def read_at_home(variable):
+  """The value, read on the variable's device; `read_value` of TensorFlow 2.x would do that where its cached copy is."""
+  with tf.device(variable.device):
+    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+
+
+def add_weight_decay(gradients, decayed):
+  """Adds the gradient of the decay of the variables `decayed`, once for all towers and where each variable lives."""
+  sums = []
   for gradient, variable in gradients:
-    with tf.device(variable.device):
-      decay = tf.gradients(weight_decay, variable)[0]
-      decayed.append((gradient if decay is None else gradient + decay, variable))
-  return decayed
+    if any(variable is kernel for kernel in decayed):
+      with tf.device(variable.device):
+        gradient += network.WEIGHT_DECAY * read_at_home(variable)
+    sums.append((gradient, variable))
+  return sums
 
 
 def tower_loss(data, keep_prob):
@@ -140,47 +151,338 @@ def tower_loss(data, keep_prob):
 Model = collections.namedtuple('Model', 'train_op report finite')
 
 
-def build(data, devices, epochs, peak, momentum, keep_prob):
+def build(data, devices, epochs, peak, momentum, keep_prob, cluster=None):
   """The training graph: a tower on each of `devices`, fed from the queue of `data`.
+
+  With a `Cluster`, the variables live on its parameter servers and are updated by its chief with the means over its
+  workers; train_op of another worker gives its share, and its loss, as the chief's, is that of its own towers.
 
   Returns:
     Model: train_op; report, a dict of scalars after the update (step, images_seen, epoch, loss, cross_entropy,
     accuracy, learning_rate, queue_fill), means over the towers; finite, bool: loss and gradients are.
   """
-  with tf.device('/cpu:0'):
+  homes, here = (cluster.homes, cluster.device + '/cpu:0') if cluster else (variable_devices(devices), None)
+  counters = homes[0] if cluster else '/cpu:0'
+  with tf.device(counters):
     global_step = tf.train.get_or_create_global_step()
     images_seen = tf.get_variable('images_seen', [], tf.int64, tf.zeros_initializer(), trainable=False, use_resource=True)
-    seen_after = images_seen + len(devices) * data.batch_size
+    seen_after = images_seen + len(devices) * data.batch_size * (cluster.contributions if cluster else 1)
     rate = learning_rate(seen_after, data.num_records, epochs, peak)
   optimizer = tf.train.MomentumOptimizer(rate, momentum)
 
   load = collections.Counter()
   towers, accuracies, tower_grads = [], [], []
   for i, device in enumerate(devices):
-    with tf.device(place(device, variable_devices(devices), load)), tf.name_scope('tower_%d' % i):
-      with tf.variable_scope('', reuse=i > 0):
+    with tf.device(place(device, homes, load)), tf.name_scope('tower_%d' % i):
+      # From parameter servers each variable is fetched once a step, not once a tower.
+      with tf.variable_scope('', reuse=i > 0, caching_device=here):
         tower, accuracy = tower_loss(data, keep_prob)
       tower_grads.append(optimizer.compute_gradients(tower.cross_entropy, tf.trainable_variables()))
       towers.append(tower)
       accuracies.append(accuracy)
-  gradients = average_gradients(tower_grads)
-  weight_decay = towers[0].weight_decay  # every tower's is the same
-  update = optimizer.apply_gradients(add_weight_decay(gradients, weight_decay), global_step)
+  gradients = average_gradients(tower_grads, here)
+  if cluster:
+    contribute, gradients = cluster.average(gradients)
+  update = optimizer.apply_gradients(add_weight_decay(gradients, towers[0].decayed), global_step)
 
   with tf.device('/cpu:0'):
     cross_entropy = tf.add_n([tower.cross_entropy for tower in towers]) / len(towers)
-    loss = cross_entropy + weight_decay
+    loss = cross_entropy + towers[0].weight_decay  # every tower's is the same
     # A layer's bias gradient sums all that flows back through it, so these small ones show a NaN in any.
     small = [loss] + [gradient for gradient, variable in gradients if variable.shape.ndims == 1]
     finite = tf.reduce_all([tf.reduce_all(tf.is_finite(value)) for value in small])
-    with tf.control_dependencies([update]):
+    with tf.device(counters), tf.control_dependencies([update]):
       train_op = tf.assign(images_seen, seen_after).op
-    with tf.control_dependencies([train_op]):
+    if cluster and not cluster.is_chief:
+      train_op = contribute
+    with tf.device(counters), tf.control_dependencies([train_op]):
       step, seen = global_step.read_value(), images_seen.read_value()
     report = {
       'step': step, 'images_seen': seen, 'epoch': seen / data.num_records, 'loss': loss, 'cross_entropy': cross_entropy,
       'accuracy': tf.add_n(accuracies) / len(towers), 'learning_rate': rate, 'queue_fill': data.queue_fill}  # fmt: skip
   return Model(train_op, report, finite)
+
+
+# ---------------------------------------------------------------- several machines
+
+DONE, LEFT = -1, -2  # what stands on the board instead of a ticket when training is over, or a worker has left
+POLL_SECONDS = 0.01  # between looks at the board
+WAIT_SECONDS = 10  # without progress before a line says what is waited for
+LOST = (tf.errors.UnavailableError, tf.errors.AbortedError)  # what a session raises where a parameter server is gone
+CLUSTER_JOBS = 'ps', 'chief', 'worker'
+
+
+def read_tf_config(text):
+  """What TF_CONFIG says: ({job: [host:port]}, job, index) of this process, or None where it is alone.
+
+  The cluster has no 'evaluator', but the job may be that. Raises flags.Error with what is wrong.
+  """
+  try:
+    config = json.loads(text)
+  except ValueError as error:
+    raise flags.Error('TF_CONFIG is no JSON (%s): %s' % (error, text))
+  if not isinstance(config, dict) or not all(isinstance(config.get(key, {}), dict) for key in ('cluster', 'task')):
+    raise flags.Error('TF_CONFIG must be {"cluster": {...}, "task": {...}}, not %s' % text)
+  jobs = {job: hosts for job, hosts in config.get('cluster', {}).items() if job != 'evaluator'}
+  for job, hosts in jobs.items():
+    if job not in CLUSTER_JOBS:
+      raise flags.Error("TF_CONFIG: no job '%s' is known: use %s or evaluator" % (job, ', '.join(CLUSTER_JOBS)))
+    addresses = hosts if isinstance(hosts, list) else [hosts]
+    wrong = [host for host in addresses if not re.match(r'.+:\d+$', str(host))]
+    if wrong or addresses is not hosts or not hosts:
+      raise flags.Error('TF_CONFIG: "%s" must be a list of "host:port", not %s' % (job, json.dumps(hosts)))
+  job, index = (config.get('task', {}).get(key) for key in ('type', 'index'))
+  workers = len(jobs.get('chief', [])) + len(jobs.get('worker', []))
+  if job != 'evaluator':
+    if not jobs or (workers == 1 and 'ps' not in jobs and job != 'ps'):
+      return None
+    if job not in jobs or index not in range(len(jobs[job])):
+      raise flags.Error('TF_CONFIG: its task %s is not in its cluster %s' % (json.dumps(config.get('task')), json.dumps(jobs)))
+    if 'ps' not in jobs or not workers or len(jobs.get('chief', [])) > 1:
+      raise flags.Error(
+        'TF_CONFIG: a cluster takes at least one "ps", workers, and at most one "chief", not %s' % json.dumps(jobs)
+      )
+  return jobs, job, index
+
+
+def answers(address):
+  """Whether a process listens at host:port."""
+  host, port = address.rsplit(':', 1)
+  try:
+    socket.create_connection((host, int(port)), 2).close()
+    return True
+  except OSError:
+    return False
+
+
+class Cluster(object):
+  """This process's part in a cluster of parameter servers and workers, one of which is the chief.
+
+  tf.train.SyncReplicasOptimizer would let a fast worker give the share of a slow one, and waits for ever for a dead one.
+  Here each worker gives one gradient an update. The first parameter server holds a board: the chief puts a ticket
+  on it; a worker that sees a new one computes its gradients, adds them to accumulators where the variables live, and
+  writes the ticket under its own name. When all members have, the chief takes the means, updates the variables and puts
+  up the next ticket. Accumulators drop gradients of older tickets, as from before a chief's restart. Who has not written
+  and does not answer at its address any more is no member until it writes again.
+
+  Where a parameter server is lost, chief and workers start again as new processes: the chief resumes from its checkpoint.
+  """
+
+  def __init__(self, jobs, job, index):
+    self._jobs, self._job, self._index = jobs, job, index
+    self.workers = [(job, i) for job in ('chief', 'worker') for i in range(len(jobs.get(job, [])))]
+    self.is_chief = (job, index) == self.workers[0]
+    self.device = self._device(job, index)
+    self.homes = [self._device('ps', i) + '/cpu:0' for i in range(len(jobs['ps']))]
+    self._members, self._seen, self._ticket, self._begun = set(range(len(self.workers))), {}, 0, False
+    self._awaited, self._progress = None, time.time()
+
+  @staticmethod
+  def _device(job, index):
+    return '/job:%s/task:%d' % (job, index)
+
+  def _name(self, job, index):
+    return '%s %d at %s' % (job, index, self._jobs[job][index])
+
+  @property
+  def rank(self):
+    """This worker's place among the workers; the chief's is 0."""
+    return self.workers.index((self._job, self._index))
+
+  def start(self, config):
+    """Starts TensorFlow's server of this process. Raises flags.Error where its port is taken."""
+    port = int(self._jobs[self._job][self._index].rsplit(':', 1)[1])
+    try:  # TensorFlow's own error prints a page of its C++ part
+      with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(('', port))
+      self._server = tf.train.Server(tf.train.ClusterSpec(self._jobs), self._job, self._index, config=config)
+    except (OSError, OverflowError, tf.errors.OpError) as error:
+      raise flags.Error('TF_CONFIG: %s cannot listen on port %d: %s' % (self._name(self._job, self._index), port, error))
+    self.target = self._server.target
+    threading.Thread(target=self.watch, daemon=True).start()
+    print('%s listens' % self._name(self._job, self._index), file=sys.stderr)
+
+  def session_config(self, num_cpus=1):
+    """For sessions that depend on this process and the parameter servers alone."""
+    config = network.session_config(num_cpus)
+    config.device_filters.extend(['/job:ps', self.device])
+    return config
+
+  # ---- parameter servers
+
+  def _leave_queue(self, home):
+    with tf.device(home):
+      return tf.FIFOQueue(1, tf.bool, [[]], shared_name='leave')
+
+  def serve(self):
+    """A parameter server's work: waits until the chief sends it home."""
+    config = tf.ConfigProto(device_count={'GPU': 0}, device_filters=[self.device])
+    self.start(config)
+    with tf.Graph().as_default():
+      told = self._leave_queue(self.device + '/cpu:0').size()
+      with tf.Session(self.target, config=config) as session:
+        while not session.run(told):
+          time.sleep(0.5)
+
+  # ---- the graph of a worker
+
+  @property
+  def contributions(self):
+    """int64: how many workers' gradients the coming update takes."""
+    if not hasattr(self, '_contributions'):
+      self._contributions = tf.placeholder_with_default(np.int64(len(self.workers)), [], 'contributions')
+    return self._contributions
+
+  def average(self, gradients):
+    """Makes the accumulators and the board. Returns the op that adds `gradients`, and the means over the workers."""
+    accumulators, applied, averages = [], [], []
+    self._fed_ticket = tf.placeholder(tf.int64, [], 'ticket')
+    for gradient, variable in gradients:
+      with tf.device(variable.device):
+        name = variable.op.name + '/accumulator'
+        accumulators.append(tf.ConditionalAccumulator(gradient.dtype, variable.shape, shared_name=name))
+        applied.append(accumulators[-1].apply_grad(gradient, local_step=self._fed_ticket))
+        averages.append((accumulators[-1].take_grad(tf.cast(self.contributions, tf.int32)), variable))
+    with tf.device(self.homes[0]), tf.variable_scope('board'):
+      # In a collection of its own: it is no part of the model and of its checkpoints.
+      board = [tf.get_variable(name, [], tf.int64, tf.zeros_initializer(), trainable=False, use_resource=True, collections=['board'])
+               for name in ['ticket'] + ['%s_%d' % worker for worker in self.workers]]  # fmt: skip
+      self._clear_board = tf.variables_initializer(board)
+      self._read_board = [entry.read_value() for entry in board]
+      self._put_ticket, self._sign = (entry.assign(self._fed_ticket).op for entry in (board[0], board[1 + self.rank]))
+      with tf.control_dependencies(applied):
+        self._contribute = board[1 + self.rank].assign(self._fed_ticket).op
+    self._set_tickets = [accumulator.set_global_step(self._fed_ticket) for accumulator in accumulators]
+    self._count = [accumulator.num_accumulated() for accumulator in accumulators]
+    self._discard = [accumulator.take_grad(1).op for accumulator in accumulators]
+    self._send_home = [self._leave_queue(home).enqueue(True) for home in self.homes]
+    return self._contribute, averages
+
+  # ---- running it
+
+  def _await(self, what=None):
+    self._awaited, self._progress = what, time.time()
+
+  def watch(self):
+    """Says in a line what is waited for, whenever nothing has moved for some time; a thread of its own."""
+    while True:
+      time.sleep(1)
+      if time.time() > self._progress + WAIT_SECONDS:
+        silent = [self._name('ps', i) for i, address in enumerate(self._jobs['ps']) if not answers(address)]
+        waiting_for = ', '.join(silent) or (self._awaited and self._awaited())
+        if waiting_for:
+          print('waiting for ' + waiting_for, file=sys.stderr)
+        self._progress = time.time()
+
+  def begin(self, session):
+    """The chief's, once the variables have their values: clears what earlier runs left behind and puts up a ticket."""
+    try:
+      last = session.run(self._read_board)[0]
+    except tf.errors.FailedPreconditionError:
+      last = 0
+    session.run(self._clear_board)
+    # The clock counts more than there are updates, so no ticket of an earlier run is as high, on whatever server.
+    self._ticket = max(int(time.time() * 1000), last) + 1
+    session.run(self._set_tickets, {self._fed_ticket: self._ticket})
+    for count, discard in zip(session.run(self._count), self._discard):
+      if count:
+        session.run(discard)  # which counts as an update there
+    self._ticket += 1
+    session.run(self._set_tickets, {self._fed_ticket: self._ticket})
+    session.run(self._put_ticket, {self._fed_ticket: self._ticket})
+
+  def step(self, model, stop):
+    """Returns the function that does a step of this worker: for MonitoredSession.run_step_fn."""
+    steps = {True: self._chief_step, False: self._worker_step}
+
+    def step_fn(step_context):
+      try:
+        return steps[self.is_chief](step_context, model, stop)
+      except LOST:
+        self._start_again()
+
+    return step_fn
+
+  def _start_again(self):
+    warn('lost a parameter server; starting again')
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable] + sys.argv)
+
+  def _chief_step(self, context, model, stop):
+    own = [model.report[name] for name in ('loss', 'cross_entropy', 'accuracy', 'queue_fill')]
+    values = context.session.run(own + [self._contribute], {self._fed_ticket: self._ticket})
+    # What this worker's run gave is fed to the update's run, which would compute it again.
+    feeds = dict(zip(own, values))
+    feeds[self.contributions] = self._wait_for_members(context.session, stop)
+    if stop.signum:
+      context.request_stop()
+    context.run_with_hooks(model.train_op, feeds)
+    self._begun, self._ticket = True, self._ticket + 1
+    context.session.run(self._put_ticket, {self._fed_ticket: self._ticket})
+    self._await()
+
+  def _wait_for_members(self, session, stop):
+    """Returns how many workers have contributed, once all members have or a signal stops training."""
+    missing, probe = [], time.time() + 1
+    self._await(lambda: ', '.join(self._name(*self.workers[k]) for k in missing))
+    while not stop.signum:
+      entries = dict(enumerate(session.run(self._read_board)[1:]))
+      for k, entry in entries.items():
+        if entry == LEFT and k in self._members and self._begun:
+          self._dismiss(k, 'has left')
+        elif entry != self._seen.get(k, entry) and entry != LEFT and k not in self._members:
+          self._members.add(k)
+          print('%s is back' % self._name(*self.workers[k]), file=sys.stderr)
+      self._seen = entries
+      missing = sorted(k for k in self._members if entries[k] != self._ticket)
+      if not missing:
+        return sum(entry == self._ticket for entry in entries.values())
+      if self._begun and time.time() > probe:
+        for k in missing:
+          if not self._answers(k):
+            self._dismiss(k, 'does not answer')
+        probe = time.time() + 1
+      time.sleep(POLL_SECONDS)
+
+  def _answers(self, k):
+    job, index = self.workers[k]
+    return answers(self._jobs[job][index])
+
+  def _dismiss(self, k, reason):
+    self._members.discard(k)
+    warn('%s %s: training goes on without it' % (self._name(*self.workers[k]), reason))
+
+  def _worker_step(self, context, model, stop):
+    self._await(lambda: 'the chief, %s' % self._name(*self.workers[0]))
+    while not stop.signum:
+      try:
+        board = context.session.run(self._read_board)
+        self._ticket = self._ticket or board[1 + self.rank]  # of a process before, after a restart
+        if board[0] == DONE:
+          context.request_stop()
+        if board[0] > 0 and board[0] != self._ticket:
+          self._ticket = board[0]
+          self._await()
+          return context.run_with_hooks(model.train_op, {self._fed_ticket: self._ticket})
+      except tf.errors.FailedPreconditionError:
+        pass  # the chief has not set the variables, on this server or on any
+      time.sleep(POLL_SECONDS)
+    context.request_stop()
+
+  def finish(self, session, done):
+    """At the end: a worker says that it leaves; the chief, if training is `done`, says that and sends all home."""
+    if not self.is_chief:
+      session.run(self._sign, {self._fed_ticket: LEFT})
+    elif done:
+      session.run(self._put_ticket, {self._fed_ticket: DONE})
+      staying = list(self._members)
+      self._await(lambda: ', '.join(self._name(*self.workers[k]) for k in staying))
+      while staying:
+        entries = session.run(self._read_board)[1:]
+        staying = [k for k in self._members if k and entries[k] != LEFT and self._answers(k)]
+        time.sleep(POLL_SECONDS)
+      session.run(self._send_home)
 
 
 # ---------------------------------------------------------------- hooks
@@ -219,8 +521,12 @@ class CheckpointHook(tf.train.SessionRunHook):
     self._saver, self._surplus = make_saver(folder, keep_checkpoints)
 
   def begin(self):
-    self._all_finite = tf.reduce_all([tf.reduce_all(tf.is_finite(variable.read_value()))
-                                      for variable in tf.global_variables() if variable.dtype.is_floating])  # fmt: skip
+    finite = []
+    for variable in tf.global_variables():
+      with tf.device(variable.device):
+        if variable.dtype.is_floating:
+          finite.append(tf.reduce_all(tf.is_finite(read_at_home(variable))))
+    self._all_finite = tf.reduce_all(finite)
 
   def after_create_session(self, session, _):
     self._saved = self._step = session.run(tf.train.get_global_step())
@@ -245,6 +551,8 @@ class CheckpointHook(tf.train.SessionRunHook):
     prefix = os.path.join(self._folder, 'model.ckpt')
     try:
       self._saver.save(session, prefix, self._step, write_meta_graph=False)
+    except LOST:
+      raise
     except (tf.errors.OpError, ValueError) as error:
       remove_unfinished_saves(self._folder)
       # Of TensorFlow's page about the graph only what the file system said, which stands before the node's name.
@@ -261,16 +569,21 @@ class CheckpointHook(tf.train.SessionRunHook):
 
 
 class ProgressHook(tf.train.SessionRunHook):
-  """Shows progress on stderr, a bar on a terminal and plain lines elsewhere, and writes it for TensorBoard."""
+  """Shows progress on stderr, a bar on a terminal and plain lines elsewhere, and writes it for TensorBoard.
 
-  def __init__(self, report, folder, first_step, last_step, global_batch):
-    self._report, self._folder, self._global_batch = report, folder, global_batch
-    self._first_step, self._last_step = first_step, last_step
+  With `own_batch`, of a worker that is not the chief: its own images/s, and nothing for TensorBoard.
+  """
+
+  def __init__(self, report, folder, first_step, images_seen, last_step, own_batch=None):
+    self._report, self._folder, self._own_batch = report, folder, own_batch
+    self._first_step, self._images_seen, self._last_step = first_step, images_seen, last_step
 
   def after_create_session(self, session, _):
-    self._writer = tf.summary.FileWriter(self._folder, session.graph)
-    # Points that a killed run wrote beyond this step are not shown twice.
-    self._writer.add_session_log(tf.SessionLog(status=tf.SessionLog.START), self._first_step)
+    self._writer = None
+    if not self._own_batch:
+      self._writer = tf.summary.FileWriter(self._folder, session.graph)
+      # Points that a killed run wrote beyond this step are not shown twice.
+      self._writer.add_session_log(tf.SessionLog(status=tf.SessionLog.START), self._first_step)
     self._bar = tqdm(total=self._last_step, initial=self._first_step, disable=not sys.stderr.isatty(),
                      bar_format='{percentage:3.0f}%|{bar:10}| {desc}')  # fmt: skip
     self._since, self._line_time, self._points = time.time(), 0, []
@@ -288,14 +601,15 @@ class ProgressHook(tf.train.SessionRunHook):
   def _show(self, last, steps):
     now = time.time()
     mean = {name: float(np.mean([point[name] for point in self._points])) for name in self._report}
-    mean['images_per_second'] = steps * self._global_batch / (now - self._since)
+    images = steps * self._own_batch if self._own_batch else last['images_seen'] - self._images_seen
+    mean['images_per_second'] = images / (now - self._since)
     left = (self._last_step - last['step']) * (now - self._since) / steps
-    self._since, self._points = now, []
+    self._since, self._points, self._images_seen = now, [], last['images_seen']
     values = [tf.Summary.Value(tag=tag, simple_value=mean[tag]) for tag in mean if tag not in ('step', 'images_seen')]
     self._write(lambda: self._writer.add_summary(tf.Summary(value=values), last['step']))
     text = ('step {step}/{last_step}  epoch {epoch:.2f}  loss {loss:.3f} (cross-entropy {cross_entropy:.3f})  accuracy '
-            '{accuracy:.1%}  learning rate {learning_rate:.5f}  queue {queue_fill:.0%}  {images_per_second:.0f} images/s  {left} left'
-            ).format(**dict(mean, step=last['step'], last_step=self._last_step, epoch=last['epoch'],
+            '{accuracy:.1%}  learning rate {learning_rate:.5f}  queue {queue_fill:.0%}  {images_per_second:.0f} images/s{here}  {left} left'
+            ).format(**dict(mean, here=' here' if self._own_batch else '', step=last['step'], last_step=self._last_step, epoch=last['epoch'],
                             left=tqdm.format_interval(left)))  # fmt: skip
     self._bar.update(steps)
     self._bar.set_description_str(text)
@@ -317,11 +631,21 @@ class ProgressHook(tf.train.SessionRunHook):
     self._write(lambda: self._writer.close())
 
 
+class ClusterHook(tf.train.SessionRunHook):
+  """Tells the cluster when this worker begins and ends."""
+
+  def __init__(self, cluster, stop):
+    self._cluster, self._stop = cluster, stop
+
+  def after_create_session(self, session, _):
+    if self._cluster.is_chief:
+      self._cluster.begin(session)
+
+  def end(self, session):
+    self._cluster.finish(session, done=not self._stop.signum)
+
+
 # ---------------------------------------------------------------- the run
-
-
-def warn(text):
-  print('warning: ' + text, file=sys.stderr)
 
 
 def remove_unfinished_saves(folder):
@@ -341,33 +665,49 @@ def make_saver(folder, keep_checkpoints):
   return saver, earlier[:-keep_checkpoints]
 
 
-def train(folder, start, model, devices, first_step, last_step, global_batch):
-  """Runs steps until `last_step` or a signal; saves in `folder`. Returns the signal's number, or None."""
-  os.makedirs(folder, exist_ok=True)
-  remove_unfinished_saves(folder)
-  network.mark_training(folder, done=False)
+def train(folder, start, model, devices, counts, cluster):
+  """Runs steps until the last one or a signal; the chief, or who is alone, saves in `folder`.
+
+  `counts`: global step and images seen at the beginning, and the global step at the end.
+  Returns the signal's number, or None.
+  """
+  first_step, images_seen, last_step = counts
+  leads = not cluster or cluster.is_chief
+  stop = StopHook(model.report, last_step if leads else math.inf)  # the chief says when it is over
+  options = {'config': network.session_config(len(devices)), 'log_step_count_steps': None}
+  ready, do_step = tf.constant([], tf.string), lambda step_context: step_context.run_with_hooks(model.train_op)
+  if cluster:
+    options.update(config=cluster.session_config(len(devices)), master=cluster.target, is_chief=cluster.is_chief)
+    do_step = cluster.step(model, stop)
+  if leads:
+    os.makedirs(folder, exist_ok=True)
+    remove_unfinished_saves(folder)
+    network.mark_training(folder, done=False)
+    hooks = [stop, CheckpointHook(model, folder, FLAGS.save_steps, FLAGS.keep_checkpoints),
+             ProgressHook(model.report, folder, first_step, images_seen, last_step)]  # fmt: skip
+  else:
+    hooks = [stop, ProgressHook(model.report, None, first_step, images_seen, last_step, len(devices) * FLAGS.batch_size)]
+  if cluster:
+    hooks.append(ClusterHook(cluster, stop))
   variables = tf.global_variables()
-  stop = StopHook(model.report, last_step)
-  hooks = [stop, CheckpointHook(model, folder, FLAGS.save_steps, FLAGS.keep_checkpoints),
-           ProgressHook(model.report, folder, first_step, last_step, global_batch)]  # fmt: skip
-  scaffold = tf.train.Scaffold(init_fn=lambda _, session: start and network.restore(session, variables, start))
-  with tf.train.MonitoredTrainingSession(scaffold=scaffold, hooks=hooks, config=network.session_config(len(devices)),
-                                         log_step_count_steps=None) as session:  # fmt: skip
-    while not session.should_stop():
-      session.run(model.train_op)
-  if not stop.signum:
+  scaffold = tf.train.Scaffold(init_fn=lambda _, session: start and network.restore(session, variables, start), ready_op=ready,
+                               ready_for_local_init_op=ready)  # fmt: skip
+  with tf.train.MonitoredTrainingSession(scaffold=scaffold, hooks=hooks, **options) as session:
+    while first_step < last_step and not session.should_stop():
+      session.run_step_fn(do_step)
+  if leads and not stop.signum:
     network.mark_training(folder, done=True)
   return stop.signum
 
 
 def steps_to_do(start, num_records, global_batch):
-  """The global step at which this run begins, 0 or that of the checkpoint `start`, and the one at which it ends."""
+  """Global step and images seen at which this run begins, 0 or of the checkpoint `start`, and the step at which it ends."""
   first_step, images_seen = 0, 0
   if start:
     counters = [tf.train.get_global_step(), tf.global_variables('images_seen')[0]]
     first_step, images_seen = (int(value) for value in network.read_values(start, counters)[1])
   to_do = max(0, math.ceil((FLAGS.epochs * num_records - images_seen) / global_batch))
-  return first_step, min(first_step + to_do, FLAGS.max_steps or first_step + to_do)
+  return first_step, images_seen, min(first_step + to_do, FLAGS.max_steps or first_step + to_do)
 
 
 def print_header(devices, global_batch, data, folder):
@@ -379,24 +719,39 @@ def print_header(devices, global_batch, data, folder):
 
 
 def main(_):
-  start = network.resume_point(FLAGS.checkpoint_dir)
+  jobs, job, index = read_tf_config(os.environ.get('TF_CONFIG', '{}')) or (None, None, None)
+  if job == 'evaluator':
+    script = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'val.py')
+    os.execv(
+      sys.executable,
+      [sys.executable, script, '--watch', '--data_dir', FLAGS.data_dir, '--checkpoint_dir', FLAGS.checkpoint_dir],
+    )
+  cluster = Cluster(jobs, job, index) if jobs else None
+  if job == 'ps':
+    return cluster.serve()
+  leads = not cluster or cluster.is_chief
+  start = network.resume_point(FLAGS.checkpoint_dir) if leads else None
   folder = os.path.dirname(start) or '.' if start else FLAGS.checkpoint_dir
   devices = tower_devices(FLAGS.num_gpus)
-  global_batch = len(devices) * FLAGS.batch_size
-  with tf.Graph().as_default():
-    tf.set_random_seed(FLAGS.seed)
+  workers = len(cluster.workers) if cluster else 1
+  global_batch = workers * len(devices) * FLAGS.batch_size
+  with tf.Graph().as_default(), tf.device(cluster and cluster.device):
+    tf.set_random_seed(FLAGS.seed if FLAGS.seed is None or leads else FLAGS.seed + cluster.rank)
     data = data_input(FLAGS.data_dir, FLAGS.batch_size, len(CLASSES), True, FLAGS.num_threads)
-    model = build(data, devices, FLAGS.epochs, FLAGS.learning_rate, FLAGS.momentum, FLAGS.keep_prob)
-    first_step, last_step = steps_to_do(start, data.num_records, global_batch)
+    model = build(data, devices, FLAGS.epochs, FLAGS.learning_rate, FLAGS.momentum, FLAGS.keep_prob, cluster)
+    first_step, images_seen, last_step = steps_to_do(start, data.num_records, global_batch)
     print_header(devices, global_batch, data, folder)
     if first_step >= last_step:
       print(
         'nothing to do: %s has reached step %d; raise --epochs or --max_steps to go on' % (start, first_step), file=sys.stderr
       )
-      return
+      if not cluster:
+        return
     print('resuming %s, step %d of %d' % (start, first_step, last_step) if start else 'starting, %d steps' % last_step,
           file=sys.stderr)  # fmt: skip
-    signum = train(folder, start, model, devices, first_step, last_step, global_batch)
+    if cluster:
+      cluster.start(network.session_config(len(devices)))
+    signum = train(folder, start, model, devices, (first_step, images_seen, last_step), cluster)
   if signum:
     sys.exit(128 + signum)
 

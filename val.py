@@ -14,7 +14,7 @@ import os
 import sys
 import time
 
-from data_input import CLASSES, data_input, read_all, run  # first: it imports TensorFlow quietly
+from data_input import CLASSES, data_input, read_all, run, warn  # first: it imports TensorFlow quietly
 
 import numpy as np
 import pandas as pd
@@ -106,7 +106,7 @@ class Validation(object):
     try:
       write_summaries(result)
     except (tf.errors.OpError, RuntimeError, OSError) as error:
-      print('warning: no summaries for TensorBoard: %s' % error, file=sys.stderr)
+      warn('no summaries for TensorBoard: %s' % error)
     return result
 
 
@@ -116,7 +116,7 @@ def results_of(validate, prefixes):
     try:
       yield validate(prefix)
     except network.CheckpointError as error:
-      print('warning: %s' % error, file=sys.stderr)
+      warn(str(error))
 
 
 def rank(validate, folder):

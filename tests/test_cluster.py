@@ -1,0 +1,316 @@
+"""Several processes on this machine as a cluster: train.py under TF_CONFIG."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+from conftest import assert_readable, clean_error, command, run_script, write_small_data
+
+import network
+import train
+
+
+class Cluster(object):
+  """Starts, kills and ends processes on free ports; their messages go to files in `folder`."""
+
+  def __init__(self, folder, script='train.py', **sizes):
+    self.folder, self.script, self.processes = str(folder), script, {}
+    sockets = {job: [socket.socket() for _ in range(size)] for job, size in sizes.items()}
+    for listener in sum(sockets.values(), []):
+      listener.bind(('127.0.0.1', 0))
+    self.jobs = {job: ['127.0.0.1:%d' % one.getsockname()[1] for one in some] for job, some in sockets.items()}
+    for listener in sum(sockets.values(), []):
+      listener.close()
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *_):
+    for process in self.processes.values():
+      process.kill()
+      process.wait()
+
+  def start(self, job, index, *arguments):
+    config = json.dumps({'cluster': self.jobs, 'task': {'type': job, 'index': index}})
+    with open(self.log(job, index), 'ab') as log:
+      self.processes[job, index] = subprocess.Popen(
+        command(self.script, *arguments),
+        env=dict(os.environ, TF_CONFIG=config, TF_CPP_MIN_LOG_LEVEL='3'),
+        stderr=log,
+        stdout=log,
+      )
+
+  def start_all(self, *arguments):
+    for job in self.jobs:
+      for index in range(len(self.jobs[job])):
+        self.start(job, index, *arguments)
+
+  def log(self, job, index):
+    return os.path.join(self.folder, '%s%d.log' % (job, index))
+
+  def text(self, job, index):
+    with open(self.log(job, index)) as f:
+      return f.read()
+
+  def wait_for(self, condition, seconds=90):
+    """Waits until `condition()` is true; returns it."""
+    end = time.time() + seconds
+    while not condition():
+      assert time.time() < end, '\n'.join('%s %d:\n%s' % (task + (self.text(*task),)) for task in self.processes)
+      time.sleep(0.1)
+    return condition()
+
+  def signal(self, job, index, number=signal.SIGKILL):
+    self.processes[job, index].send_signal(number)
+    status = self.processes[job, index].wait(60)
+    return status
+
+  def ends(self):
+    """Exit statuses once all have ended by themselves."""
+    self.wait_for(lambda: all(process.poll() is not None for process in self.processes.values()))
+    return [process.returncode for process in self.processes.values()]
+
+
+def newest_step(folder):
+  steps = [network.checkpoint_step(prefix) for prefix in network.list_checkpoints(str(folder))]
+  return max(steps + [-1])
+
+
+def value_of(folder, name):
+  return tf.train.NewCheckpointReader(network.find_checkpoint(str(folder))).get_tensor(name)
+
+
+# ---- all goes well
+
+
+@pytest.mark.parametrize('sizes', [{'ps': 1, 'worker': 2}, {'ps': 2, 'chief': 1, 'worker': 2, 'evaluator': 1}])
+def test_a_cluster_trains_to_the_last_step_and_ends_by_itself(sizes, tmp_path, two_steps):
+  write_small_data(tmp_path)
+  out = tmp_path / 'out'
+  with Cluster(tmp_path, **sizes) as cluster:
+    cluster.start_all('--data_dir', tmp_path, '--checkpoint_dir', out, '--batch_size', 2, '--max_steps', 3)
+    assert set(cluster.ends()) == {0}
+    for task in cluster.processes:
+      assert_readable(cluster.text(*task))
+      assert 'waiting for' not in cluster.text(*task) or task[0] == 'evaluator'
+    chief, other = (('chief', 0), ('worker', 0)) if 'chief' in sizes else (('worker', 0), ('worker', 1))
+    workers = sizes['worker'] + sizes.get('chief', 0)
+    assert 'step 3/3' in cluster.text(*chief) and 'global batch %d' % (2 * workers) in cluster.text(*chief)
+    assert 'images/s here' in cluster.text(*other) and 'images/s here' not in cluster.text(*chief)
+    if 'evaluator' in sizes:
+      assert 'model.ckpt-3\naccuracy' in cluster.text('evaluator', 0)
+  # Every worker had its share in every update, and no more.
+  assert value_of(out, 'global_step') == 3 and value_of(out, 'images_seen') == 3 * 2 * workers
+  shapes = tf.train.NewCheckpointReader(network.find_checkpoint(str(out))).get_variable_to_shape_map()
+  assert shapes == tf.train.NewCheckpointReader(network.find_checkpoint(two_steps)).get_variable_to_shape_map()
+  assert len([name for name in os.listdir(str(out)) if name.startswith('events')]) == 1  # the chief's
+  assert 'model.ckpt-3\naccuracy' in run_script('val.py', out, '--data_dir', tmp_path).stdout
+
+
+# train.py on fixed records: the first half for the first worker, the second for the second, all for a process alone.
+FIXED_INPUT = """
+import json, os, sys
+sys.path[:0] = [{root!r}, {tests!r}]
+import data_input, train, test_train
+
+class Fixed(test_train.FixedData):
+  filenames = ['here/fixed']
+
+  def __init__(self, _, batch_size, *__):
+    super().__init__(batch_size)
+    self._next = batch_size * json.loads(os.environ.get('TF_CONFIG', '{{"task": {{"index": 0}}}}'))['task']['index']
+
+train.data_input = Fixed
+data_input.run(train.main, train.FLAGS, '')
+"""
+
+
+def test_two_workers_make_the_first_update_of_one_process_with_twice_the_batch(tmp_path):
+  import test_train
+  from conftest import ROOT
+
+  script = str(tmp_path / 'fixed.py')
+  with open(script, 'w') as f:
+    f.write(FIXED_INPUT.format(root=ROOT, tests=os.path.join(ROOT, 'tests')))
+  arguments = ['--keep_prob', 1, '--max_steps', 1, '--epochs', 1, '--learning_rate', 0.1]
+  start = str(tmp_path / 'start')
+  os.mkdir(start)
+  with tf.Graph().as_default(), tf.Session() as session:
+    train.build(test_train.FixedData(64), ['/cpu:0'], 1, 0.1, 0.9, 1)
+    session.run(tf.global_variables_initializer())
+    draw = np.random.RandomState(1)
+    for variable in tf.trainable_variables():  # as in test_train.after_one_step: no ReLU is near zero
+      shape = variable.shape.as_list()
+      value = draw.normal(scale=0.3 / np.sqrt(np.prod(shape[:-1])), size=shape) if len(shape) > 1 else np.ones(shape)
+      variable.load(value, session)
+    tf.train.Saver().save(session, os.path.join(start, 'model.ckpt'), 0, write_meta_graph=False)
+  folders = {}
+  for who in ('one', 'two'):
+    folders[who] = str(tmp_path / who)
+    os.mkdir(folders[who])
+    for name in os.listdir(start):
+      os.symlink(os.path.join(start, name), os.path.join(folders[who], name))
+  done = subprocess.run(
+    [sys.executable, script, '--batch_size', '128', '--checkpoint_dir', folders['one']] + list(map(str, arguments))
+  )
+  assert done.returncode == 0
+  with Cluster(tmp_path, script, ps=1, worker=2) as cluster:
+    cluster.start_all('--batch_size', 64, '--checkpoint_dir', folders['two'], *arguments)
+    assert set(cluster.ends()) == {0}
+  readers = {who: tf.train.NewCheckpointReader(network.find_checkpoint(folder)) for who, folder in folders.items()}
+  for name in readers['one'].get_variable_to_shape_map():
+    one, two = (np.float64(readers[who].get_tensor(name)) for who in ('one', 'two'))
+    assert np.linalg.norm(two - one) <= 1e-4 * np.linalg.norm(one), name
+  assert readers['two'].get_tensor('images_seen') == 128
+  assert np.abs(readers['two'].get_tensor('conv1_1/weights/Momentum')).max() > 0
+
+
+def moved(graph, target):
+  """Bytes of the tensors that running `target` sends from parameter servers to the worker, and back."""
+  job = lambda op: tf.DeviceSpec.from_string(op.device).job  # noqa: E731
+  operations, todo, sent = set(), [target], {}
+  while todo:
+    op = todo.pop()
+    if op not in operations:
+      operations.add(op)
+      todo += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
+      sent.update(((tensor.name, job(op)), tensor) for tensor in op.inputs if job(tensor.op) != job(op))
+  sizes = {'ps': 0, 'worker': 0}
+  for (_, receiver), tensor in sent.items():
+    if tensor.dtype != tf.resource:
+      sizes[receiver] += tensor.shape.num_elements() * tensor.dtype.size
+  return sizes['worker'], sizes['ps']
+
+
+@pytest.mark.parametrize('index', [0, 1])
+def test_variables_are_spread_over_the_servers_and_cross_the_network_once_a_step(small_data, index):
+  jobs = {'ps': ['a:1', 'b:1'], 'worker': ['c:1', 'd:1']}
+  cluster = train.Cluster(jobs, 'worker', index)
+  with tf.Graph().as_default() as graph, tf.device(cluster.device):
+    data = train.data_input(str(small_data), 4, 10, True)
+    model = train.build(data, ['/cpu:%d' % i for i in range(4)], 1, 0.1, 0.9, 0.5, cluster)
+    on = dict.fromkeys(cluster.homes, 0)
+    for variable in tf.trainable_variables():
+      (home,) = [home for home in on if variable.op.device.startswith(home.split('/cpu')[0])]
+      on[home] += 4 * variable.shape.num_elements()
+    updates = [op for op in graph.get_operations() if op.type == 'ResourceApplyMomentum']
+    down, up = moved(graph, cluster._contribute)
+  assert cluster.is_chief == (index == 0)
+  assert abs(on[cluster.homes[0]] - on[cluster.homes[1]]) < 4 * 4096 * 4096
+  for update in updates:
+    assert len({op.device.lower() for op in (update, update.inputs[0].op, update.inputs[1].op, update.inputs[3].op)}) == 1
+  parameters = 4 * 38947914
+  assert down == parameters and parameters < up < parameters + 1000  # tickets
+  if index == 0:
+    # The update itself moves only the numbers of the report.
+    updated = moved(graph, model.train_op)
+    assert max(updated) < 1000
+  else:
+    assert model.train_op is cluster._contribute
+
+
+# ---- processes die
+
+
+def test_killed_workers_chiefs_and_parameter_servers_come_back(tmp_path):
+  write_small_data(tmp_path)
+  out = tmp_path / 'out'
+  arguments = ['--data_dir', tmp_path, '--checkpoint_dir', out, '--batch_size', 2, '--epochs', 1000, '--save_steps', 3]
+
+  with Cluster(tmp_path, ps=1, worker=2) as cluster:
+
+    def one_more_save():
+      saved = newest_step(out)
+      cluster.wait_for(lambda: newest_step(out) > saved)
+
+    cluster.start_all(*arguments)
+    cluster.wait_for(lambda: newest_step(out) > 0)
+    # A worker: training goes on without it, and with it again.
+    assert cluster.signal('worker', 1) == -signal.SIGKILL
+    cluster.wait_for(lambda: 'worker 1 at %s does not answer' % cluster.jobs['worker'][1] in cluster.text('worker', 0))
+    one_more_save()
+    cluster.start('worker', 1, *arguments)
+    cluster.wait_for(lambda: 'worker 1 at %s is back' % cluster.jobs['worker'][1] in cluster.text('worker', 0))
+    one_more_save()
+    # The chief: it resumes from its last checkpoint, and the worker goes on.
+    assert cluster.signal('worker', 0) == -signal.SIGKILL
+    saved = newest_step(out)
+    cluster.start('worker', 0, *arguments)
+    one_more_save()
+    assert 'resuming %s' % (out / ('model.ckpt-%d, step %d ' % (saved, saved))) in cluster.text('worker', 0)
+    # The parameter server: both say so and start again when it is back.
+    assert cluster.signal('ps', 0) == -signal.SIGKILL
+    line = 'waiting for ps 0 at %s' % cluster.jobs['ps'][0]
+    cluster.wait_for(lambda: line in cluster.text('worker', 0) and line in cluster.text('worker', 1))
+    cluster.start('ps', 0)
+    one_more_save()
+    # Again, so soon that nobody has looked.
+    assert cluster.signal('ps', 0) == -signal.SIGKILL
+    cluster.start('ps', 0)
+    one_more_save()
+    for index in range(2):
+      assert cluster.text('worker', index).count('lost a parameter server') == 2
+
+    # Signals: a worker leaves, the chief saves, the other waits for it.
+    assert cluster.signal('worker', 1, signal.SIGTERM) == 143
+    cluster.wait_for(lambda: 'worker 1 at %s has left' % cluster.jobs['worker'][1] in cluster.text('worker', 0))
+    assert cluster.signal('worker', 0, signal.SIGINT) == 130
+    assert cluster.signal('ps', 0, signal.SIGTERM) == 143
+    steps = [int(step) for step in re.findall(r'step (\d+)/', cluster.text('worker', 0))]
+    assert newest_step(out) >= max(steps) and value_of(out, 'global_step') == newest_step(out)
+    for task in cluster.processes:
+      assert_readable(cluster.text(*task))
+
+
+# ---- what is wrong with a TF_CONFIG
+
+
+@pytest.mark.parametrize(
+  'config, words',
+  [
+    ('{"cluster": ', 'no JSON'),
+    ('[1]', 'must be'),
+    ('{"cluster": {"ps": ["a:1"], "wrker": ["b:1"]}, "task": {"type": "ps", "index": 0}}', "'wrker'"),
+    ('{"cluster": {"ps": ["a:1"], "worker": ["b"]}, "task": {"type": "ps", "index": 0}}', '["b"]'),
+    ('{"cluster": {"ps": ["a:1"], "worker": "b:1"}, "task": {"type": "ps", "index": 0}}', '"b:1"'),
+    ('{"cluster": {"ps": [], "worker": ["b:1"]}, "task": {"type": "ps", "index": 0}}', '[]'),
+    ('{"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "task": {"type": "worker", "index": 1}}', '"index": 1'),
+    ('{"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "task": {"type": "worker", "index": -1}}', '"index": -1'),
+    ('{"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "task": {"type": "boss", "index": 0}}', '"boss"'),
+    ('{"cluster": {"ps": ["a:1"], "worker": ["b:1"]}}', 'task null'),
+    ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}', 'at least one "ps"'),
+    ('{"cluster": {"ps": ["a:1"]}, "task": {"type": "ps", "index": 0}}', 'workers'),
+    ('{"cluster": {"ps": ["a:1"], "chief": ["b:1", "c:1"]}, "task": {"type": "chief", "index": 0}}', 'at most one "chief"'),
+  ],
+)
+def test_a_wrong_tf_config_is_quoted(config, words):
+  with pytest.raises(train.flags.Error) as raised:
+    train.read_tf_config(config)
+  assert 'TF_CONFIG' in str(raised.value) and words in str(raised.value)
+
+
+def test_a_right_tf_config_names_the_task():
+  jobs = {'ps': ['a:1'], 'worker': ['b:1', 'c:1']}
+  config = {'cluster': dict(jobs, evaluator=['d:1']), 'task': {'type': 'worker', 'index': 1}, 'environment': 'cloud'}
+  assert train.read_tf_config(json.dumps(config)) == (jobs, 'worker', 1)
+  for alone in ('{}', '{"cluster": {}}', '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'):
+    assert train.read_tf_config(alone) is None
+
+
+def test_command_line_errors_of_a_cluster():
+  assert 'no JSON' in clean_error('train.py', env={'TF_CONFIG': '{'})
+  with socket.socket() as taken:
+    taken.bind(('', 0))
+    taken.listen(1)
+    port = taken.getsockname()[1]
+    config = {'cluster': {'ps': ['127.0.0.1:%d' % port], 'worker': ['127.0.0.1:1']}, 'task': {'type': 'ps', 'index': 0}}
+    line = clean_error('train.py', env={'TF_CONFIG': json.dumps(config)})
+  assert 'ps 0 at 127.0.0.1:%d cannot listen on port %d' % (port, port) in line and 'Address already in use' in line
