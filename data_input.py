@@ -501,6 +501,17 @@ def describe(data_dir):
   return '%s\n%s' % (os.path.dirname(paths[0]), table.to_string())
 
 
+def visible(images):
+  """Standardised images as uint8: -2 deviations is shown black, 2 white, and most pixels lie between."""
+  return (images * 64 + 128).clip(0, 255).astype(np.uint8)
+
+
+def write_png(path, image):
+  """Writes uint8 [height, width, 3]."""
+  with tf.Graph().as_default(), tf.Session(config=NO_GPU) as session, whole_file(path) as partial, open(partial, 'wb') as out:
+    out.write(session.run(tf.image.encode_png(image)))
+
+
 def preview(data_dir, path, draws=8, scale=3):
   """Writes a PNG sheet: a row a class, first the original, then what evaluation and `draws` of training make of it."""
   paths, labels = find_files(data_dir, TRAIN_FILES, len(CLASSES))
@@ -509,12 +520,9 @@ def preview(data_dir, path, draws=8, scale=3):
   with tf.Graph().as_default(), tf.Session(config=NO_GPU) as session:
     images, _ = decode([record.tobytes() for record in records])
     originals, *fed = session.run([images, preprocess(images)] + [data_augmentation(images) for _ in range(draws)])
-    # Standardised pixels lie mostly within two deviations: -2 is shown black, 2 white.
-    fed = [np.pad((batch * 64 + 128).clip(0, 255), [(0, 0), (2, 2), (2, 2), (0, 0)], 'constant') for batch in fed]
-    rows = np.concatenate([originals] + fed, axis=2).astype(np.uint8)
-    sheet = np.concatenate(list(rows)).repeat(scale, 0).repeat(scale, 1)
-    with whole_file(path) as partial, open(partial, 'wb') as out:
-      out.write(session.run(tf.image.encode_png(sheet)))
+  fed = [np.pad(visible(batch), [(0, 0), (2, 2), (2, 2), (0, 0)], 'constant') for batch in fed]
+  rows = np.concatenate([originals] + fed, axis=2)
+  write_png(path, np.concatenate(list(rows)).repeat(scale, 0).repeat(scale, 1))
 
 
 def benchmark(data_dir, batch_size=128, seconds=5):

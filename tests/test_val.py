@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import tensorflow.compat.v1 as tf
 from conftest import assert_readable, clean_error, command, logits_of, random_records, run_script
+from PIL import Image
 
 import network
 import val
@@ -173,3 +174,42 @@ def test_validation_during_training_that_deletes_checkpoints(test_set, resumable
       stderr = process.communicate(timeout=60)[1].decode()
   assert process.returncode == 143, stderr
   assert len(steps) > 1
+
+
+# ---- the sheet of mistakes
+
+
+def test_the_most_confident_mistakes_come_first_with_true_and_predicted_class(tmp_path):
+  draw = np.random.RandomState(0)
+  labels, images = np.array([3, 1, 2, 0]), draw.normal(size=[4, 28, 28, 3]).astype(np.float32)
+  logits = np.zeros([4, 10], np.float32)
+  logits[0, 5], logits[1, 1], logits[2, 4], logits[3, 9] = 2, 9, 6, 4  # record 1 is right, 2 the surest mistake, 0 the least
+  path = str(tmp_path / 'errors.png')
+  assert val.draw_errors(path, labels, logits, images, scale=5) == 3
+  sheet = np.asarray(Image.open(path))
+  height, width = 28 * 5 + 2 * 20 + 8, 28 * 5 + 8
+  assert sheet.shape == (height, 8 * width, 3)
+  for place, (record, truth, guess) in enumerate([(2, 'bird', 'deer'), (3, 'airplane', 'truck'), (0, 'cat', 'dog')]):
+    tile = sheet[4:-4, place * width + 4 : (place + 1) * width - 4]
+    assert (tile[2:140:5, 2:140:5] == (images[record] * 64 + 128).clip(0, 255).astype(np.uint8)).all()
+    assert (tile[140:160] == val.draw_word(truth, 140, (255, 255, 255))).all()
+    assert (tile[160:180] == val.draw_word(guess, 140, (255, 90, 80))).all()
+  assert not sheet[:, 3 * width :].any()
+  assert val.draw_errors(str(tmp_path / 'none'), labels[1:2], logits[1:2], images[1:2]) == 0
+  assert not (tmp_path / 'none').exists()
+
+
+def test_every_class_name_can_be_drawn_and_looks_its_own():
+  words = [val.draw_word(name, 140, (0, 0, 200)) for name in CLASSES]
+  assert len({word.tobytes() for word in words}) == 10
+  assert {tuple(pixel) for word in words for pixel in word.reshape(-1, 3)} == {(0, 0, 0), (0, 0, 200)}
+
+
+def test_errors_are_drawn_by_the_command(tmp_path, wide_awake):
+  random_records(tmp_path / 'test_batch.bin', 12)
+  out = tmp_path / 'errors.png'
+  report = run_script('val.py', wide_awake, '--data_dir', tmp_path, '--errors', out).stdout
+  correct = int(re.search(r'accuracy (\d+) / 12', report).group(1))
+  assert '%s: %d mistakes' % (out, 12 - correct) in report
+  assert Image.open(str(out)).size == (8 * 148, 188 * (1 + (12 - correct > 8)))
+  assert '--errors' in clean_error('val.py', wide_awake, '--data_dir', tmp_path, '--errors', out, '--all')

@@ -10,6 +10,7 @@
   input     training queue                             against one image at a time, tf.data, torch's DataLoader
   train     train.py, run as a command                 against its bare step, constant input
   towers    4 towers of 32 on 4 virtual CPU devices    against 1 tower of 128
+  cluster   1 parameter server, 2 workers of 64        against train.py alone, batch 128, on the same cores
   val       val.py's pass over the test set            against the bare forward pass, constant input
   predict   test_tfrecords.py's pass over the same     against the bare forward pass, constant input
   convert   toTFRecords.py's conversion of 10,000 PNG  against a plain loop of Pillow reads
@@ -24,8 +25,11 @@ import contextlib
 import glob
 import importlib.util
 import itertools
+import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -262,17 +266,61 @@ def torch_input():
 # ---------------------------------------------------------------- the scripts
 
 
-def our_train():
-  command = [sys.executable, 'train.py', '--num_gpus=1', '--batch_size=%d' % BATCH, '--max_steps=%d' % (TRAIN_STEPS + 1)]
+def train_command(batch_size):
+  return [sys.executable, 'train.py', '--num_gpus=1', '--batch_size=%d' % batch_size, '--max_steps=%d' % (TRAIN_STEPS + 1),
+          '--data_dir', FLAGS.data_dir, '--checkpoint_dir']  # fmt: skip
 
+
+def rate_of_training(folder):
+  """images/s between the first and the last point that train.py wrote for TensorBoard."""
+  events = tf.train.summary_iterator(glob.glob(os.path.join(folder, 'events*'))[0])
+  points = [event for event in events if 'images_per_second' in [value.tag for value in event.summary.value]]
+  return (points[-1].step - points[0].step) * BATCH / (points[-1].wall_time - points[0].wall_time)
+
+
+def our_train():
   def measure():
     with tempfile.TemporaryDirectory(dir=FLAGS.scratch) as folder:
-      subprocess.check_call(command + ['--data_dir', FLAGS.data_dir, '--checkpoint_dir', folder], cwd=HOME, env=ENVIRONMENT)
-      events = tf.train.summary_iterator(glob.glob(os.path.join(folder, 'events*'))[0])
-      points = [event for event in events if 'images_per_second' in [value.tag for value in event.summary.value]]
-    return (points[-1].step - points[0].step) * BATCH / (points[-1].wall_time - points[0].wall_time)
+      subprocess.check_call(train_command(BATCH) + [folder], cwd=HOME, env=ENVIRONMENT)
+      return rate_of_training(folder)
 
   return measure
+
+
+def loopback_bytes():
+  with open('/proc/net/dev') as f:
+    return int(next(line for line in f if line.strip().startswith('lo:')).split(':')[1].split()[0])
+
+
+def our_cluster(workers=2):
+  """Also prints what crossed the loopback interface for a step and worker, beside twice the size of all variables."""
+
+  def measure():
+    with tempfile.TemporaryDirectory(dir=FLAGS.scratch) as folder, contextlib.ExitStack() as sockets:
+      listeners = [sockets.enter_context(socket.socket()) for _ in range(1 + workers)]
+      for listener in listeners:
+        listener.bind(('127.0.0.1', 0))
+      addresses = ['127.0.0.1:%d' % listener.getsockname()[1] for listener in listeners]
+      sockets.close()
+      processes = []
+      for job, index in [('ps', 0)] + [('worker', i) for i in reversed(range(workers))]:
+        config = {'cluster': {'ps': addresses[:1], 'worker': addresses[1:]}, 'task': {'type': job, 'index': index}}
+        processes.append(subprocess.Popen(train_command(BATCH // workers) + [folder], cwd=HOME, stderr=subprocess.PIPE,
+                                          env=dict(ENVIRONMENT, TF_CONFIG=json.dumps(config)), universal_newlines=True))  # fmt: skip
+      counts = [loopback_bytes() for line in processes[-1].stderr if re.match(r'step (1|%d)/' % (TRAIN_STEPS + 1), line)]
+      for process in processes:
+        process.communicate()
+      parameters = sum(layer[2] for layer in layers())
+      print('cluster: %.1f MB a step and worker over the loopback interface; the variables twice: %.1f MB'
+            % ((counts[-1] - counts[0]) / TRAIN_STEPS / workers / 1e6, 2 * 4 * parameters / 1e6), file=sys.stderr)  # fmt: skip
+      return rate_of_training(folder)
+
+  return measure
+
+
+def layers():
+  with tf.Graph().as_default():
+    return network.NETWORK(tf.placeholder(tf.float32, [None] + SHAPE), None, 1, NUM_CLASSES, False).layers
 
 
 def bare_forward():
@@ -396,6 +444,7 @@ BENCHMARKS = {  # ours, then what it is compared with
     Side('4 towers of 32', lambda: our_step(['/cpu:%d' % i for i in range(4)], BATCH // 4)),
     Side('1 of 128', lambda: our_step(['/cpu:0'], BATCH)),
   ],
+  'cluster': [Side('1 ps + 2 workers of 64', our_cluster), Side('train.py alone', our_train)],
   'val': [Side('val.py', our_validation), FORWARD],
   'predict': [Side('test_tfrecords.py', our_prediction), FORWARD],
   'convert': [Side('toTFRecords.py', our_conversion), Side('Pillow reads', pillow_reads, 'PIL')],
