@@ -37,7 +37,14 @@ def test_layers_shapes_names_and_parameters():
   assert network_.logits.shape.as_list() == [6, 10] and network_.losses.shape.as_list() == []
 
 
-def test_kernels_are_he_normal_and_biases_zero():
+def test_kernels_are_he_normal_over_the_taps_that_meet_pixels_and_biases_zero():
+  live = {
+    'conv1': 0.953,
+    'conv2': 0.819,
+    'conv3': 6.25 / 9,
+    'conv4': 4 / 9,
+    'conv5': 1 / 9,
+  }  # by hand: of maps 28, 7, 4, 2, 1 wide
   with tf.Graph().as_default(), tf.Session() as session:
     network.NETWORK(*images_and_labels(), keep_prob=1, num_classes=10, is_training=True)
     session.run(tf.global_variables_initializer())
@@ -45,7 +52,7 @@ def test_kernels_are_he_normal_and_biases_zero():
       if value.ndim == 1:
         assert (value == 0).all()
       else:
-        deviation = np.sqrt(2 / np.prod(value.shape[:-1]))
+        deviation = np.sqrt(2 / np.prod(value.shape[:-1]) / live.get(variable.op.name[:5], 1))
         assert abs(value.std() / deviation - 1) < 0.06, variable.op.name
         assert abs(value.mean()) < 0.1 * deviation
 
