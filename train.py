@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import select
 import shutil
 import signal
 import socket
@@ -21,7 +22,7 @@ import sys
 import threading
 import time
 
-from data_input import CLASSES, data_input, default_threads, run, warn  # first: it imports TensorFlow quietly
+from data_input import CLASSES, CROP_SIZE, data_input, default_threads, run, warn  # first: it imports TensorFlow quietly
 
 import numpy as np
 import tensorflow.compat.v1 as tf
@@ -75,17 +76,30 @@ def variable_devices(devices):
   return devices if 'gpu' in devices[0] else devices[:1]
 
 
-def place(tower, homes, load):
-  """Device function: a variable goes to that of `homes` with the least `load` (bytes; kept up to date), the rest to `tower`."""
+def spread(sizes, homes):
+  """Where each variable lives: {name: one of `homes`}, from {name: bytes}; the largest first, each where least is."""
+  load, where = dict.fromkeys(homes, 0), {}
+  for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+    where[name] = min(homes, key=load.get)
+    load[where[name]] += sizes[name]
+  return where
+
+
+def sizes_of_variables(num_classes):
+  """{name: bytes} of the network's variables."""
+  with tf.Graph().as_default():
+    image_batch = tf.placeholder(tf.float32, [None, CROP_SIZE, CROP_SIZE, 3])
+    network.NETWORK(image_batch, None, 1, num_classes, True)
+    return {variable.op.name: variable.shape.num_elements() * variable.dtype.size for variable in tf.trainable_variables()}
+
+
+def place(tower, where):
+  """Device function: a variable goes where `where`, {name: device}, says, the rest to `tower`."""
 
   def device(op):
     if op.device:
       return op.device  # pinned by an inner scope: the input, to the CPU
-    if op.type != 'VarHandleOp':
-      return tower
-    least = min(homes, key=lambda home: load[home])
-    load[least] += tf.TensorShape(op.get_attr('shape')).num_elements() * op.get_attr('dtype').size
-    return least
+    return where[op.name] if op.type == 'VarHandleOp' else tower
 
   return device
 
@@ -172,10 +186,10 @@ def build(data, devices, epochs, peak, momentum, keep_prob, cluster=None):
     rate = learning_rate(seen_after, data.num_records, epochs, peak)
   optimizer = tf.train.MomentumOptimizer(rate, momentum)
 
-  load = collections.Counter()
+  where = spread(sizes_of_variables(data.num_classes), homes)
   towers, accuracies, tower_grads = [], [], []
   for i, device in enumerate(devices):
-    with tf.device(place(device, homes, load)), tf.name_scope('tower_%d' % i):
+    with tf.device(place(device, where)), tf.name_scope('tower_%d' % i):
       # From parameter servers each variable is fetched once a step, not once a tower.
       with tf.variable_scope('', reuse=i > 0, caching_device=here):
         tower, accuracy = tower_loss(data, keep_prob)
@@ -185,7 +199,9 @@ def build(data, devices, epochs, peak, momentum, keep_prob, cluster=None):
   gradients = average_gradients(tower_grads, here)
   if cluster:
     contribute, gradients = cluster.average(gradients)
-  update = optimizer.apply_gradients(add_weight_decay(gradients, towers[0].decayed), global_step)
+  # The loss that is shown is of the variables before the update; a cluster's chief computes it in an earlier run.
+  with tf.control_dependencies([] if cluster else [towers[0].weight_decay]):
+    update = optimizer.apply_gradients(add_weight_decay(gradients, towers[0].decayed), global_step)
 
   with tf.device('/cpu:0'):
     cross_entropy = tf.add_n([tower.cross_entropy for tower in towers]) / len(towers)
@@ -209,7 +225,9 @@ def build(data, devices, epochs, peak, momentum, keep_prob, cluster=None):
 
 DONE, LEFT = -1, -2  # what stands on the board instead of a ticket when training is over, or a worker has left
 POLL_SECONDS = 0.01  # between looks at the board
-WAIT_SECONDS = 10  # without progress before a line says what is waited for
+WAIT_SECONDS = 10  # without progress before a line says who does not answer
+LONG_SECONDS = 60  # without progress before a line says what is waited for, though all answer
+GRACE_SECONDS = 20  # that a parameter server leaves the chief to save; Kubernetes gives 30 in all
 LOST = (tf.errors.UnavailableError, tf.errors.AbortedError)  # what a session raises where a parameter server is gone
 CLUSTER_JOBS = 'ps', 'chief', 'worker'
 
@@ -220,7 +238,7 @@ def read_tf_config(text):
   The cluster has no 'evaluator', but the job may be that. Raises flags.Error with what is wrong.
   """
   try:
-    config = json.loads(text)
+    config = json.loads(text or '{}')
   except ValueError as error:
     raise flags.Error('TF_CONFIG is no JSON (%s): %s' % (error, text))
   if not isinstance(config, dict) or not all(isinstance(config.get(key, {}), dict) for key in ('cluster', 'task')):
@@ -233,17 +251,21 @@ def read_tf_config(text):
     wrong = [host for host in addresses if not re.match(r'.+:\d+$', str(host))]
     if wrong or addresses is not hosts or not hosts:
       raise flags.Error('TF_CONFIG: "%s" must be a list of "host:port", not %s' % (job, json.dumps(hosts)))
-  job, index = (config.get('task', {}).get(key) for key in ('type', 'index'))
+  task = config.get('task', {})
+  job, index = task.get('type'), task.get('index', 0)
+  if job == 'evaluator':
+    return jobs, job, index
+  if jobs and task:
+    index = int(index) if str(index).isdigit() else None
+    if not isinstance(job, str) or index not in range(len(jobs.get(job, []))):
+      raise flags.Error('TF_CONFIG: its task %s is not in its cluster %s' % (json.dumps(task), json.dumps(jobs)))
   workers = len(jobs.get('chief', [])) + len(jobs.get('worker', []))
-  if job != 'evaluator':
-    if not jobs or (workers == 1 and 'ps' not in jobs and job != 'ps'):
-      return None
-    if job not in jobs or index not in range(len(jobs[job])):
-      raise flags.Error('TF_CONFIG: its task %s is not in its cluster %s' % (json.dumps(config.get('task')), json.dumps(jobs)))
-    if 'ps' not in jobs or not workers or len(jobs.get('chief', [])) > 1:
-      raise flags.Error(
-        'TF_CONFIG: a cluster takes at least one "ps", workers, and at most one "chief", not %s' % json.dumps(jobs)
-      )
+  if not jobs or (workers == 1 and 'ps' not in jobs):
+    return None
+  if not task:
+    raise flags.Error('TF_CONFIG has no "task": it says which part of the cluster this process is')
+  if 'ps' not in jobs or not workers or len(jobs.get('chief', [])) > 1:
+    raise flags.Error('TF_CONFIG: a cluster takes "ps", workers, and at most one "chief", not %s' % json.dumps(jobs))
   return jobs, job, index
 
 
@@ -253,11 +275,11 @@ def answers(address):
   try:
     socket.create_connection((host, int(port)), 2).close()
     return True
-  except OSError:
+  except (OSError, ValueError):  # the second for names that are no host names
     return False
 
 
-class Cluster(object):
+class Cluster(tf.train.SessionRunHook):
   """This process's part in a cluster of parameter servers and workers, one of which is the chief.
 
   tf.train.SyncReplicasOptimizer would let a fast worker give the share of a slow one, and waits for ever for a dead one.
@@ -268,6 +290,7 @@ class Cluster(object):
   and does not answer at its address any more is no member until it writes again.
 
   Where a parameter server is lost, chief and workers start again as new processes: the chief resumes from its checkpoint.
+  As a hook, it lets the chief begin, and all end, in order. Workers must have the same number of towers.
   """
 
   def __init__(self, jobs, job, index):
@@ -276,15 +299,18 @@ class Cluster(object):
     self.is_chief = (job, index) == self.workers[0]
     self.device = self._device(job, index)
     self.homes = [self._device('ps', i) + '/cpu:0' for i in range(len(jobs['ps']))]
-    self._members, self._seen, self._ticket, self._begun = set(range(len(self.workers))), {}, 0, False
-    self._awaited, self._progress = None, time.time()
+    self._members, self._seen, self._ticket, self._begun = set(self.workers), {}, 0, False
+    self._awaited, self._since, self._said = [], time.time(), 0
 
   @staticmethod
   def _device(job, index):
     return '/job:%s/task:%d' % (job, index)
 
-  def _name(self, job, index):
-    return '%s %d at %s' % (job, index, self._jobs[job][index])
+  def _name(self, task):
+    return '%s %d at %s' % (task + (self._jobs[task[0]][task[1]],))
+
+  def _answers(self, task):
+    return answers(self._jobs[task[0]][task[1]])
 
   @property
   def rank(self):
@@ -293,6 +319,7 @@ class Cluster(object):
 
   def start(self, config):
     """Starts TensorFlow's server of this process. Raises flags.Error where its port is taken."""
+    own = self._job, self._index
     port = int(self._jobs[self._job][self._index].rsplit(':', 1)[1])
     try:  # TensorFlow's own error prints a page of its C++ part
       with socket.socket() as probe:
@@ -300,10 +327,13 @@ class Cluster(object):
         probe.bind(('', port))
       self._server = tf.train.Server(tf.train.ClusterSpec(self._jobs), self._job, self._index, config=config)
     except (OSError, OverflowError, tf.errors.OpError) as error:
-      raise flags.Error('TF_CONFIG: %s cannot listen on port %d: %s' % (self._name(self._job, self._index), port, error))
+      raise flags.Error('TF_CONFIG: %s cannot listen on port %d: %s' % (self._name(own), port, error))
     self.target = self._server.target
+    self._signals, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
     threading.Thread(target=self.watch, daemon=True).start()
-    print('%s listens' % self._name(self._job, self._index), file=sys.stderr)
+    print('%s listens' % self._name(own), file=sys.stderr)
 
   def session_config(self, num_cpus=1):
     """For sessions that depend on this process and the parameter servers alone."""
@@ -318,13 +348,21 @@ class Cluster(object):
       return tf.FIFOQueue(1, tf.bool, [[]], shared_name='leave')
 
   def serve(self):
-    """A parameter server's work: waits until the chief sends it home."""
-    config = tf.ConfigProto(device_count={'GPU': 0}, device_filters=[self.device])
+    """A parameter server's work: waits until the chief sends it home. Returns a signal that ended it instead, or None.
+
+    Where all processes get the signal at once, it stays until the chief has saved.
+    """
+    config, signals = tf.ConfigProto(device_count={'GPU': 0}, device_filters=[self.device]), []
+    for number in (signal.SIGINT, signal.SIGTERM):
+      signal.signal(number, lambda number, _: signals.append((number, time.time())))
     self.start(config)
     with tf.Graph().as_default():
       told = self._leave_queue(self.device + '/cpu:0').size()
       with tf.Session(self.target, config=config) as session:
         while not session.run(told):
+          if signals and (time.time() > signals[0][1] + GRACE_SECONDS or not self._answers(self.workers[0])):
+            return signals[0][0]
+          self._await()
           time.sleep(0.5)
 
   # ---- the graph of a worker
@@ -363,27 +401,43 @@ class Cluster(object):
 
   # ---- running it
 
-  def _await(self, what=None):
-    self._awaited, self._progress = what, time.time()
+  def _await(self, *tasks):
+    self._awaited, self._since = list(tasks), time.time()
 
   def watch(self):
-    """Says in a line what is waited for, whenever nothing has moved for some time; a thread of its own."""
-    while True:
-      time.sleep(1)
-      if time.time() > self._progress + WAIT_SECONDS:
-        silent = [self._name('ps', i) for i, address in enumerate(self._jobs['ps']) if not answers(address)]
-        waiting_for = ', '.join(silent) or (self._awaited and self._awaited())
-        if waiting_for:
-          print('waiting for ' + waiting_for, file=sys.stderr)
-        self._progress = time.time()
+    """A thread that says in a line what is waited for, whenever nothing has moved for some time.
 
-  def begin(self, session):
-    """The chief's, once the variables have their values: clears what earlier runs left behind and puts up a ticket."""
+    It also ends the process by a signal where the main thread cannot: in a call that waits for a lost parameter server.
+    """
+    signum = None
+    while True:
+      if select.select([self._signals], [], [], 1)[0]:
+        signum = os.read(self._signals, 1)[0]
+      now = time.time()
+      if not signum and now < max(self._since, self._said) + WAIT_SECONDS:
+        continue
+      servers = [('ps', i) for i in range(len(self._jobs['ps']))]
+      lost = [task for task in servers if not self._answers(task)]
+      if signum and lost:
+        os._exit(128 + signum)
+      waiting = lost or [task for task in self._awaited if not self._answers(task)]
+      if not waiting and now > self._since + LONG_SECONDS:
+        waiting = self._awaited or servers
+      if waiting and not signum:
+        print('waiting for ' + ', '.join(map(self._name, waiting)), file=sys.stderr)
+      self._said = now
+
+  def after_create_session(self, session, _):
+    """The chief, once the variables have their values: drops the gradients that earlier runs left behind."""
+    if not self.is_chief:
+      return
+    last = 0
     try:
       last = session.run(self._read_board)[0]
     except tf.errors.FailedPreconditionError:
-      last = 0
-    session.run(self._clear_board)
+      session.run(self._clear_board)
+    # Of a chief before this one; it had all workers, and who is dead need not be waited for.
+    self._begun = last > 0
     # The clock counts more than there are updates, so no ticket of an earlier run is as high, on whatever server.
     self._ticket = max(int(time.time() * 1000), last) + 1
     session.run(self._set_tickets, {self._fed_ticket: self._ticket})
@@ -392,98 +446,102 @@ class Cluster(object):
         session.run(discard)  # which counts as an update there
     self._ticket += 1
     session.run(self._set_tickets, {self._fed_ticket: self._ticket})
-    session.run(self._put_ticket, {self._fed_ticket: self._ticket})
 
   def step(self, model, stop):
     """Returns the function that does a step of this worker: for MonitoredSession.run_step_fn."""
-    steps = {True: self._chief_step, False: self._worker_step}
+    self._model, self._stop = model, stop
+    own_step = self._chief_step if self.is_chief else self._worker_step
 
     def step_fn(step_context):
       try:
-        return steps[self.is_chief](step_context, model, stop)
-      except LOST:
-        self._start_again()
+        return own_step(step_context)
+      except LOST:  # before MonitoredSession sees it, which would make a session from the old start
+        self.start_again()
 
     return step_fn
 
-  def _start_again(self):
-    warn('lost a parameter server; starting again')
+  def start_again(self):
+    """After the loss of a parameter server: a new process in place of this one, or the end where a signal has come."""
+    if self._stop.signum:
+      warn('lost a parameter server; the steps since the last save are lost')
+    else:
+      warn('lost a parameter server; starting again')
     sys.stderr.flush()
+    if self._stop.signum:
+      os._exit(128 + self._stop.signum)
     os.execv(sys.executable, [sys.executable] + sys.argv)
 
-  def _chief_step(self, context, model, stop):
-    own = [model.report[name] for name in ('loss', 'cross_entropy', 'accuracy', 'queue_fill')]
-    values = context.session.run(own + [self._contribute], {self._fed_ticket: self._ticket})
+  def _chief_step(self, context):
+    ticket = {self._fed_ticket: self._ticket}
+    context.session.run(self._put_ticket, ticket)
+    own = [self._model.report[name] for name in ('loss', 'cross_entropy', 'accuracy', 'queue_fill')]
+    values = context.session.run(own + [self._contribute], ticket)
     # What this worker's run gave is fed to the update's run, which would compute it again.
     feeds = dict(zip(own, values))
-    feeds[self.contributions] = self._wait_for_members(context.session, stop)
-    if stop.signum:
+    feeds[self.contributions] = self._wait_for_members(context.session)
+    if self._stop.signum:
       context.request_stop()
-    context.run_with_hooks(model.train_op, feeds)
+    context.run_with_hooks(self._model.train_op, feeds)
     self._begun, self._ticket = True, self._ticket + 1
-    context.session.run(self._put_ticket, {self._fed_ticket: self._ticket})
     self._await()
 
-  def _wait_for_members(self, session, stop):
+  def _wait_for_members(self, session):
     """Returns how many workers have contributed, once all members have or a signal stops training."""
-    missing, probe = [], time.time() + 1
-    self._await(lambda: ', '.join(self._name(*self.workers[k]) for k in missing))
-    while not stop.signum:
-      entries = dict(enumerate(session.run(self._read_board)[1:]))
-      for k, entry in entries.items():
-        if entry == LEFT and k in self._members and self._begun:
-          self._dismiss(k, 'has left')
-        elif entry != self._seen.get(k, entry) and entry != LEFT and k not in self._members:
-          self._members.add(k)
-          print('%s is back' % self._name(*self.workers[k]), file=sys.stderr)
+    probe = time.time() + 1
+    while not self._stop.signum:
+      entries = dict(zip(self.workers, session.run(self._read_board)[1:]))
+      for worker, entry in entries.items():
+        if entry == LEFT and worker in self._members and self._begun:
+          self._dismiss(worker, 'has left')
+        elif entry != self._seen.get(worker, entry) and entry != LEFT and worker not in self._members:
+          self._members.add(worker)
+          print('%s is back' % self._name(worker), file=sys.stderr)
       self._seen = entries
-      missing = sorted(k for k in self._members if entries[k] != self._ticket)
-      if not missing:
+      self._awaited = [worker for worker in self.workers if worker in self._members and entries[worker] != self._ticket]
+      if not self._awaited:
         return sum(entry == self._ticket for entry in entries.values())
       if self._begun and time.time() > probe:
-        for k in missing:
-          if not self._answers(k):
-            self._dismiss(k, 'does not answer')
+        for worker in self._awaited:
+          if not self._answers(worker):
+            self._dismiss(worker, 'does not answer')
         probe = time.time() + 1
       time.sleep(POLL_SECONDS)
 
-  def _answers(self, k):
-    job, index = self.workers[k]
-    return answers(self._jobs[job][index])
+  def _dismiss(self, worker, reason):
+    self._members.discard(worker)
+    warn('%s %s: training goes on without it' % (self._name(worker), reason))
 
-  def _dismiss(self, k, reason):
-    self._members.discard(k)
-    warn('%s %s: training goes on without it' % (self._name(*self.workers[k]), reason))
-
-  def _worker_step(self, context, model, stop):
-    self._await(lambda: 'the chief, %s' % self._name(*self.workers[0]))
-    while not stop.signum:
+  def _worker_step(self, context):
+    self._await(self.workers[0])
+    while not self._stop.signum:
       try:
         board = context.session.run(self._read_board)
-        self._ticket = self._ticket or board[1 + self.rank]  # of a process before, after a restart
+        self._ticket = self._ticket or board[1 + self.rank]  # of the process before, after a restart
         if board[0] == DONE:
           context.request_stop()
         if board[0] > 0 and board[0] != self._ticket:
-          self._ticket = board[0]
           self._await()
-          return context.run_with_hooks(model.train_op, {self._fed_ticket: self._ticket})
+          context.run_with_hooks(self._model.train_op, {self._fed_ticket: board[0]})
+          self._ticket = board[0]
+          return
       except tf.errors.FailedPreconditionError:
         pass  # the chief has not set the variables, on this server or on any
       time.sleep(POLL_SECONDS)
     context.request_stop()
 
-  def finish(self, session, done):
-    """At the end: a worker says that it leaves; the chief, if training is `done`, says that and sends all home."""
+  def end(self, session):
+    """A worker says that it leaves; the chief, after the last step, that training is done, and sends all home."""
     if not self.is_chief:
       session.run(self._sign, {self._fed_ticket: LEFT})
-    elif done:
+    elif self._stop.done:
       session.run(self._put_ticket, {self._fed_ticket: DONE})
-      staying = list(self._members)
-      self._await(lambda: ', '.join(self._name(*self.workers[k]) for k in staying))
-      while staying:
-        entries = session.run(self._read_board)[1:]
-        staying = [k for k in self._members if k and entries[k] != LEFT and self._answers(k)]
-        time.sleep(POLL_SECONDS)
+      self._await(*self.workers[1:])
+      while self._awaited:
+        entries = dict(zip(self.workers, session.run(self._read_board)[1:]))
+        # Who has been here and does not answer has ended; who has not been here yet would wait for the servers.
+        self._awaited = [worker for worker in self.workers[1:]
+                         if entries[worker] != LEFT and not (self._begun and not self._answers(worker))]  # fmt: skip
+        time.sleep(0.1)
       session.run(self._send_home)
 
 
@@ -493,8 +551,9 @@ class Cluster(object):
 class StopHook(tf.train.SessionRunHook):
   """Ends training after the last step, or after the running one where SIGINT or SIGTERM comes."""
 
-  def __init__(self, report, last_step):
-    self.signum, self._step, self._last_step = None, report['step'], last_step
+  def __init__(self, report, first_step, last_step, saves=True):
+    self._step, self._last_step, self._saves = report['step'], last_step, saves
+    self.signum, self.done = None, first_step >= last_step
 
   def begin(self):
     self._previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -502,7 +561,7 @@ class StopHook(tf.train.SessionRunHook):
   def _on_signal(self, signum, _):
     self.signum = signum
     # Not print, which a signal may have interrupted.
-    os.write(2, b'stopping after this step and a save\n')
+    os.write(2, b'stopping after this step and a save\n' if self._saves else b'stopping after this step\n')
     for number, handler in self._previous.items():
       signal.signal(number, handler)
 
@@ -510,7 +569,8 @@ class StopHook(tf.train.SessionRunHook):
     return tf.train.SessionRunArgs(self._step)
 
   def after_run(self, run_context, values):
-    if self.signum or values.results >= self._last_step:
+    self.done = values.results >= self._last_step
+    if self.signum or self.done:
       run_context.request_stop()
 
 
@@ -613,7 +673,7 @@ class ProgressHook(tf.train.SessionRunHook):
             '{accuracy:.1%}  learning rate {learning_rate:.5f}  queue {queue_fill:.0%}  {images_per_second:.0f} images/s{here}  {left} left'
             ).format(**dict(mean, here=' here' if self._own_batch else '', step=last['step'], last_step=self._last_step, epoch=last['epoch'],
                             left=tqdm.format_interval(left)))  # fmt: skip
-    self._bar.update(steps)
+    self._bar.update(last['step'] - self._bar.n)
     self._bar.set_description_str(text)
     if self._bar.disable and (now > self._line_time + LINE_SECONDS or last['step'] == self._last_step):
       self._line_time = now
@@ -631,20 +691,6 @@ class ProgressHook(tf.train.SessionRunHook):
   def end(self, _):
     self._bar.close()
     self._write(lambda: self._writer.close())
-
-
-class ClusterHook(tf.train.SessionRunHook):
-  """Tells the cluster when this worker begins and ends."""
-
-  def __init__(self, cluster, stop):
-    self._cluster, self._stop = cluster, stop
-
-  def after_create_session(self, session, _):
-    if self._cluster.is_chief:
-      self._cluster.begin(session)
-
-  def end(self, session):
-    self._cluster.finish(session, done=not self._stop.signum)
 
 
 # ---------------------------------------------------------------- the run
@@ -675,7 +721,7 @@ def train(folder, start, model, devices, counts, cluster):
   """
   first_step, images_seen, last_step = counts
   leads = not cluster or cluster.is_chief
-  stop = StopHook(model.report, last_step if leads else math.inf)  # the chief says when it is over
+  stop = StopHook(model.report, first_step, last_step if leads else math.inf, saves=leads)  # the chief says when it is over
   options = {'config': network.session_config(len(devices)), 'log_step_count_steps': None}
   ready, do_step = tf.constant([], tf.string), lambda step_context: step_context.run_with_hooks(model.train_op)
   if cluster:
@@ -690,14 +736,19 @@ def train(folder, start, model, devices, counts, cluster):
   else:
     hooks = [stop, ProgressHook(model.report, None, first_step, images_seen, last_step, len(devices) * FLAGS.batch_size)]
   if cluster:
-    hooks.append(ClusterHook(cluster, stop))
+    hooks.append(cluster)
   variables = tf.global_variables()
   scaffold = tf.train.Scaffold(init_fn=lambda _, session: start and network.restore(session, variables, start), ready_op=ready,
                                ready_for_local_init_op=ready)  # fmt: skip
-  with tf.train.MonitoredTrainingSession(scaffold=scaffold, hooks=hooks, **options) as session:
-    while first_step < last_step and not session.should_stop():
-      session.run_step_fn(do_step)
-  if leads and not stop.signum:
+  try:
+    with tf.train.MonitoredTrainingSession(scaffold=scaffold, hooks=hooks, **options) as session:
+      while not (leads and stop.done) and not session.should_stop():
+        session.run_step_fn(do_step)
+  except LOST:
+    if not cluster:
+      raise
+    cluster.start_again()
+  if leads and stop.done:
     network.mark_training(folder, done=True)
   return stop.signum
 
@@ -721,7 +772,7 @@ def print_header(devices, global_batch, data, folder):
 
 
 def main(_):
-  jobs, job, index = read_tf_config(os.environ.get('TF_CONFIG', '{}')) or (None, None, None)
+  jobs, job, index = read_tf_config(os.environ.get('TF_CONFIG', '')) or (None, None, None)
   if job == 'evaluator':
     script = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'val.py')
     os.execv(
@@ -730,7 +781,8 @@ def main(_):
     )
   cluster = Cluster(jobs, job, index) if jobs else None
   if job == 'ps':
-    return cluster.serve()
+    signum = cluster.serve()
+    sys.exit(signum and 128 + signum)
   leads = not cluster or cluster.is_chief
   start = network.resume_point(FLAGS.checkpoint_dir) if leads else None
   folder = os.path.dirname(start) or '.' if start else FLAGS.checkpoint_dir
@@ -749,8 +801,9 @@ def main(_):
       )
       if not cluster:
         return
-    print('resuming %s, step %d of %d' % (start, first_step, last_step) if start else 'starting, %d steps' % last_step,
-          file=sys.stderr)  # fmt: skip
+    if leads:
+      print('resuming %s, step %d of %d' % (start, first_step, last_step) if start else 'starting, %d steps' % last_step,
+            file=sys.stderr)  # fmt: skip
     if cluster:
       cluster.start(network.session_config(len(devices)))
     signum = train(folder, start, model, devices, (first_step, images_seen, last_step), cluster)

@@ -96,22 +96,31 @@ def test_a_cluster_trains_to_the_last_step_and_ends_by_itself(sizes, tmp_path, t
   write_small_data(tmp_path)
   out = tmp_path / 'out'
   with Cluster(tmp_path, **sizes) as cluster:
-    cluster.start_all('--data_dir', tmp_path, '--checkpoint_dir', out, '--batch_size', 2, '--max_steps', 3)
+    arguments = ['--data_dir', tmp_path, '--checkpoint_dir', out, '--batch_size', 2, '--max_steps', 3]
+    cluster.start_all(*arguments)
     assert set(cluster.ends()) == {0}
     for task in cluster.processes:
       assert_readable(cluster.text(*task))
-      assert 'waiting for' not in cluster.text(*task) or task[0] == 'evaluator'
     chief, other = (('chief', 0), ('worker', 0)) if 'chief' in sizes else (('worker', 0), ('worker', 1))
     workers = sizes['worker'] + sizes.get('chief', 0)
     assert 'step 3/3' in cluster.text(*chief) and 'global batch %d' % (2 * workers) in cluster.text(*chief)
     assert 'images/s here' in cluster.text(*other) and 'images/s here' not in cluster.text(*chief)
     if 'evaluator' in sizes:
       assert 'model.ckpt-3\naccuracy' in cluster.text('evaluator', 0)
+    if 'chief' not in sizes:
+      # Once more, with nothing left to do: all wait for the last worker to come, and end.
+      cluster.start('ps', 0)
+      cluster.start('worker', 0, *arguments)
+      cluster.wait_for(lambda: 'nothing to do' in cluster.text('worker', 0))
+      cluster.start('worker', 1, *arguments)
+      assert set(cluster.ends()) == {0}
   # Every worker had its share in every update, and no more.
   assert value_of(out, 'global_step') == 3 and value_of(out, 'images_seen') == 3 * 2 * workers
   shapes = tf.train.NewCheckpointReader(network.find_checkpoint(str(out))).get_variable_to_shape_map()
   assert shapes == tf.train.NewCheckpointReader(network.find_checkpoint(two_steps)).get_variable_to_shape_map()
-  assert len([name for name in os.listdir(str(out)) if name.startswith('events')]) == 1  # the chief's
+  assert len([name for name in os.listdir(str(out)) if name.startswith('events')]) == (
+    1 if 'chief' in sizes else 2
+  )  # the chief's
   assert 'model.ckpt-3\naccuracy' in run_script('val.py', out, '--data_dir', tmp_path).stdout
 
 
@@ -204,7 +213,7 @@ def test_variables_are_spread_over_the_servers_and_cross_the_network_once_a_step
     updates = [op for op in graph.get_operations() if op.type == 'ResourceApplyMomentum']
     down, up = moved(graph, cluster._contribute)
   assert cluster.is_chief == (index == 0)
-  assert abs(on[cluster.homes[0]] - on[cluster.homes[1]]) < 4 * 4096 * 4096
+  assert abs(on[cluster.homes[0]] - on[cluster.homes[1]]) < 0.01 * 4 * 38947914
   for update in updates:
     assert len({op.device.lower() for op in (update, update.inputs[0].op, update.inputs[1].op, update.inputs[3].op)}) == 1
   parameters = 4 * 38947914
@@ -259,15 +268,30 @@ def test_killed_workers_chiefs_and_parameter_servers_come_back(tmp_path):
     for index in range(2):
       assert cluster.text('worker', index).count('lost a parameter server') == 2
 
-    # Signals: a worker leaves, the chief saves, the other waits for it.
+    # Signals: a worker leaves; then all at once, and the chief saves before its parameter server goes.
     assert cluster.signal('worker', 1, signal.SIGTERM) == 143
     cluster.wait_for(lambda: 'worker 1 at %s has left' % cluster.jobs['worker'][1] in cluster.text('worker', 0))
-    assert cluster.signal('worker', 0, signal.SIGINT) == 130
-    assert cluster.signal('ps', 0, signal.SIGTERM) == 143
+    one_more_save()
+    for process in cluster.processes.values():
+      process.send_signal(signal.SIGTERM)
+    assert set(cluster.ends()) == {143}
+    assert 'the steps since the last save are lost' not in cluster.text('worker', 0)
     steps = [int(step) for step in re.findall(r'step (\d+)/', cluster.text('worker', 0))]
     assert newest_step(out) >= max(steps) and value_of(out, 'global_step') == newest_step(out)
     for task in cluster.processes:
       assert_readable(cluster.text(*task))
+
+
+def test_a_signal_ends_who_waits_for_a_parameter_server(tmp_path):
+  write_small_data(tmp_path)
+  with Cluster(tmp_path, ps=1, worker=2) as cluster:
+    for index in range(2):
+      cluster.start('worker', index, '--data_dir', tmp_path, '--checkpoint_dir', tmp_path / 'out', '--batch_size', 2)
+    cluster.wait_for(lambda: all('waiting for ps 0' in cluster.text('worker', k) for k in range(2)))
+    assert cluster.signal('worker', 0, signal.SIGTERM) == 143
+    assert cluster.signal('worker', 1, signal.SIGINT) == 130
+    for index in range(2):
+      assert_readable(cluster.text('worker', index))
 
 
 # ---- what is wrong with a TF_CONFIG
@@ -285,8 +309,11 @@ def test_killed_workers_chiefs_and_parameter_servers_come_back(tmp_path):
     ('{"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "task": {"type": "worker", "index": 1}}', '"index": 1'),
     ('{"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "task": {"type": "worker", "index": -1}}', '"index": -1'),
     ('{"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "task": {"type": "boss", "index": 0}}', '"boss"'),
-    ('{"cluster": {"ps": ["a:1"], "worker": ["b:1"]}}', 'task null'),
-    ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}', 'at least one "ps"'),
+    ('{"cluster": {"ps": ["a:1"], "worker": ["b:1"]}}', 'no "task"'),
+    ('{"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "task": {"type": ["ps"], "index": 0}}', '["ps"]'),
+    ('{"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "task": {"type": "ps", "index": 1.0}}', '1.0'),
+    ('{"cluster": {"worker": ["b:1"]}, "task": {"type": "worker", "index": 3}}', '"index": 3'),
+    ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}', 'takes "ps"'),
     ('{"cluster": {"ps": ["a:1"]}, "task": {"type": "ps", "index": 0}}', 'workers'),
     ('{"cluster": {"ps": ["a:1"], "chief": ["b:1", "c:1"]}, "task": {"type": "chief", "index": 0}}', 'at most one "chief"'),
   ],
@@ -301,7 +328,10 @@ def test_a_right_tf_config_names_the_task():
   jobs = {'ps': ['a:1'], 'worker': ['b:1', 'c:1']}
   config = {'cluster': dict(jobs, evaluator=['d:1']), 'task': {'type': 'worker', 'index': 1}, 'environment': 'cloud'}
   assert train.read_tf_config(json.dumps(config)) == (jobs, 'worker', 1)
-  for alone in ('{}', '{"cluster": {}}', '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'):
+  config['task']['index'] = '1'  # as some schedulers write it
+  assert train.read_tf_config(json.dumps(config)) == (jobs, 'worker', 1)
+  assert train.read_tf_config(json.dumps({'task': {'type': 'evaluator'}}))[1] == 'evaluator'
+  for alone in ('', '{}', '{"cluster": {}}', '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'):
     assert train.read_tf_config(alone) is None
 
 

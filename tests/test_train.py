@@ -147,7 +147,7 @@ def test_on_gpus_variables_are_spread_by_size_and_updated_where_they_live(small_
     updates = [op for op in graph.get_operations() if op.type == 'ResourceApplyMomentum']
     operations = graph.get_operations()
   assert len(bytes_on) == 3 and all('GPU' in device.upper() for device in bytes_on)
-  assert max(bytes_on.values()) - min(bytes_on.values()) <= 4 * 4096 * 4096
+  assert max(bytes_on.values()) == 4 * 4096 * 4096  # fc7/weights, alone
   assert len(updates) == 38
   for update in updates:
     variable, momentum = update.inputs[0].op, update.inputs[1].op
@@ -160,14 +160,27 @@ def test_on_gpus_variables_are_spread_by_size_and_updated_where_they_live(small_
     assert 'nccl' not in op.type.lower()
 
 
-def test_place_puts_each_variable_on_the_device_with_the_least_bytes():
-  load = collections.Counter()
-  with tf.Graph().as_default(), tf.device(train.place('/cpu:3', ['/cpu:0', '/cpu:1'], load)):
-    sizes = [5, 3, 1, 2, 4]
-    variables = [tf.get_variable('v%d' % i, [size], use_resource=True) for i, size in enumerate(sizes)]
-    assert 'CPU:3' in tf.constant(1).device.upper()
-  assert [variable.op.device[-1] for variable in variables] == ['0', '1', '1', '1', '0']
-  assert load == {'/cpu:0': 36, '/cpu:1': 24}
+def test_variables_are_spread_largest_first_where_least_is():
+  sizes = {'a': 5, 'b': 3, 'c': 1, 'd': 2, 'e': 9}
+  assert train.spread(sizes, ['/gpu:0', '/gpu:1']) == {
+    'e': '/gpu:0',
+    'a': '/gpu:1',
+    'b': '/gpu:1',
+    'd': '/gpu:1',
+    'c': '/gpu:0',
+  }
+  where = train.spread(train.sizes_of_variables(10), ['x', 'y'])
+  assert len(where) == 38
+  bytes_on_x = sum(size for name, size in train.sizes_of_variables(10).items() if where[name] == 'x')
+  assert abs(bytes_on_x / (4 * 38947914) - 0.5) < 0.01
+
+
+def test_place_follows_the_plan_for_variables_and_pinned_devices_for_the_rest():
+  with tf.Graph().as_default(), tf.device(train.place('/cpu:3', {'v': '/cpu:1'})):
+    assert tf.get_variable('v', [2], use_resource=True).op.device.upper().endswith('CPU:1')
+    assert tf.constant(1).op.device.upper().endswith('CPU:3')
+    with tf.device('/cpu:2'):
+      assert tf.constant(1).op.device.upper().endswith('CPU:2')
 
 
 # ---- the command
