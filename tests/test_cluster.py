@@ -60,7 +60,7 @@ class Cluster(object):
     with open(self.log(job, index)) as f:
       return f.read()
 
-  def wait_for(self, condition, seconds=90):
+  def wait_for(self, condition, seconds=180):
     """Waits until `condition()` is true; returns it."""
     end = time.time() + seconds
     while not condition():
