@@ -273,9 +273,9 @@ def answers(address):
   """Whether a process listens at host:port."""
   host, port = address.rsplit(':', 1)
   try:
-    socket.create_connection((host, int(port)), 2).close()
+    socket.create_connection((host.strip('[]'), int(port)), 2).close()
     return True
-  except (OSError, ValueError):  # the second for names that are no host names
+  except (OSError, ValueError, OverflowError):  # the others for what can be no host name or port
     return False
 
 

@@ -230,9 +230,10 @@ def test_variables_are_spread_over_the_servers_and_cross_the_network_once_a_step
 
 
 def test_killed_workers_chiefs_and_parameter_servers_come_back(tmp_path):
-  write_small_data(tmp_path)
-  out = tmp_path / 'out'
-  arguments = ['--data_dir', tmp_path, '--checkpoint_dir', out, '--batch_size', 2, '--epochs', 1000, '--save_steps', 3]
+  data, out = tmp_path / 'data', tmp_path / 'out'
+  data.mkdir()
+  write_small_data(data)
+  arguments = ['--data_dir', data, '--checkpoint_dir', out, '--batch_size', 2, '--epochs', 1000, '--save_steps', 3]
 
   with Cluster(tmp_path, ps=1, worker=2) as cluster:
 
@@ -248,6 +249,16 @@ def test_killed_workers_chiefs_and_parameter_servers_come_back(tmp_path):
     one_more_save()
     cluster.start('worker', 1, *arguments)
     cluster.wait_for(lambda: 'worker 1 at %s is back' % cluster.jobs['worker'][1] in cluster.text('worker', 0))
+    one_more_save()
+    # The chief's data: its end is not that of training.
+    data.rename(tmp_path / 'gone')
+    os.mkdir(str(data))
+    assert cluster.processes['worker', 0].wait(120) == 1
+    time.sleep(2)
+    assert cluster.processes['ps', 0].poll() is None and cluster.processes['worker', 1].poll() is None
+    os.rmdir(str(data))
+    (tmp_path / 'gone').rename(data)
+    cluster.start('worker', 0, *arguments)
     one_more_save()
     # The chief: it resumes from its last checkpoint, and the worker goes on.
     assert cluster.signal('worker', 0) == -signal.SIGKILL

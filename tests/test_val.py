@@ -158,13 +158,14 @@ def test_a_report_is_printed_where_summaries_cannot_be_written(test_set, wide_aw
   assert numbers(run_script('val.py', folder, '--data_dir', test_set[0]).stdout)[1] == 37
 
 
-def test_validation_during_training_that_deletes_checkpoints(test_set, resumable, small_data):
+@pytest.mark.parametrize('runs', [4, pytest.param(10, marks=pytest.mark.long)])
+def test_validation_during_training_that_deletes_checkpoints(test_set, resumable, small_data, runs):
   arguments = command('train.py', '--data_dir', small_data, '--checkpoint_dir', resumable, '--batch_size', 2, '--save_steps', 1,
                       '--keep_checkpoints', 1, '--max_steps', 100000)  # fmt: skip
   with subprocess.Popen(arguments, stderr=subprocess.PIPE) as process:
     steps = set()
     try:
-      for _ in range(4):
+      for _ in range(runs):
         done = run_script('val.py', '--checkpoint_dir', resumable, '--data_dir', test_set[0])
         assert numbers(done.stdout)[1] == 37
         steps.add(re.search(r'model.ckpt-(\d+)', done.stdout).group(1))
