@@ -360,7 +360,8 @@ class Cluster(tf.train.SessionRunHook):
       told = self._leave_queue(self.device + '/cpu:0').size()
       with tf.Session(self.target, config=config) as session:
         while not session.run(told):
-          if signals and (time.time() > signals[0][1] + GRACE_SECONDS or not self._answers(self.workers[0])):
+          late = len(signals) > 1 or (signals and time.time() > signals[0][1] + GRACE_SECONDS)
+          if late or (signals and not self._answers(self.workers[0])):
             return signals[0][0]
           self._await()
           time.sleep(0.5)
