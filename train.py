@@ -549,6 +549,11 @@ class Cluster(tf.train.SessionRunHook):
 # ---------------------------------------------------------------- hooks
 
 
+def reason_of(error):
+  """Of TensorFlow's page about the graph only what the file system said, which stands before the node's name."""
+  return re.search(r'([^\n]*?)\s*\[\[|$', str(error)).group(1) or error
+
+
 class StopHook(tf.train.SessionRunHook):
   """Ends training after the last step, or after the running one where SIGINT or SIGTERM comes."""
 
@@ -618,9 +623,7 @@ class CheckpointHook(tf.train.SessionRunHook):
       raise
     except (tf.errors.OpError, ValueError) as error:
       remove_unfinished_saves(self._folder)
-      # Of TensorFlow's page about the graph only what the file system said, which stands before the node's name.
-      reason = re.search(r'([^\n]*?)\s*\[\[|$', str(error)).group(1) or error
-      raise flags.Error('cannot save step %d in %s: %s' % (self._step, self._folder, reason))
+      raise flags.Error('cannot save step %d in %s: %s' % (self._step, self._folder, reason_of(error)))
     self._saved = self._step
     while self._surplus:
       tf.train.remove_checkpoint(self._surplus.pop())
@@ -749,6 +752,8 @@ def train(folder, start, model, devices, counts, cluster):
     if not cluster:
       raise
     cluster.start_again()
+  except (tf.errors.NotFoundError, tf.errors.PermissionDeniedError, tf.errors.DataLossError) as error:
+    raise flags.Error('reading the training data failed: %s' % reason_of(error))
   if leads and stop.done:
     network.mark_training(folder, done=True)
   return stop.signum
