@@ -152,8 +152,8 @@ class NETWORK(object):
     """3x3 SAME convolution + ReLU, [batch, h, w, in] -> [batch, h/stride, w/stride, width]."""
     height, breadth, channels = x.shape.as_list()[1:]
     with tf.variable_scope(name):
-      # Of 3 taps a side 3 - 2 / size meet a pixel. To count all 9 on the maps of conv4 and conv5 makes signals fade by
-      # two thirds a layer, and training slower: test accuracy 40 % instead of 46 % after three and two epochs.
+      # Of 3 taps a side 3 - 2 / size meet a pixel. To count all 9 makes signals fade by a third a layer in conv4 and two
+      # thirds in conv5: on real data, peak rate 0.01, one seed, cross-entropy 1.93 instead of 1.80 after 400 steps.
       live = (3 - 2 / height) * (3 - 2 / breadth) / 9
       kernel, biases = weights_and_biases([3, 3, channels, width], live)
       y = tf.nn.relu(tf.nn.bias_add(convolve(x, kernel, stride), biases))
