@@ -58,6 +58,18 @@ def clean_error(name, *arguments, **options):
   return lines[0]
 
 
+def mistake(script, *arguments):
+  """What the module `script` says of a wrong command line, in this process: the text that `run` makes an error line of."""
+  try:
+    script.FLAGS.set_gnu_getopt(True)
+    with pytest.raises(data_input.flags.Error) as raised:
+      script.main(script.FLAGS([script.__name__] + [str(argument) for argument in arguments])[1:])
+  finally:
+    for name in script.FLAGS:
+      script.FLAGS[name].unparse()
+  return str(raised.value)
+
+
 def assert_readable(stderr):
   for word in CHATTER:
     assert word not in stderr, stderr

@@ -86,9 +86,9 @@ def test_sigkill_at_any_moment_loses_at_most_one_save_interval(tmp_path, is_long
   assert not [name for name in os.listdir(folder) if 'temp' in name]
 
 
-@pytest.mark.parametrize('is_long', FORMS)
-def test_twenty_short_runs_all_end_well(small_data, tmp_path, is_long):
-  for _ in range(20 if is_long else 2):
+@long  # its short form are the other tests that train
+def test_twenty_short_runs_all_end_well(small_data, tmp_path):
+  for _ in range(20):
     done = run_script(
       'train.py', '--data_dir', small_data, '--checkpoint_dir', tmp_path / 'out', '--batch_size', 2, '--max_steps', 3
     )

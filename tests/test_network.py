@@ -279,5 +279,5 @@ def test_a_prefix_that_is_not_there_is_no_fresh_start(folder):
   assert network.resume_point(str(folder / 'run-1')) is None
 
 
-def test_network_takes_no_words():
-  assert "'stray'" in clean_error('network.py', 'stray')
+def test_network_takes_no_flags():
+  assert "'no_such_flag'" in clean_error('network.py', '--no_such_flag')

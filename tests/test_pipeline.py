@@ -73,7 +73,6 @@ def test_checkpoints_of_both_tensorflows_are_read_and_trained_on(tmp_path):
     assert numbers[0] == pytest.approx(numbers[1], abs=2e-4)
 
     here = tmp_path / str(i)
-    run_script('train.py', '--data_dir', data, '--checkpoint_dir', os.path.join(folder, 'model.ckpt-2'), '--max_steps', 2)
     here.mkdir()
     for name in glob.glob(os.path.join(folder, 'model.ckpt-2.*')):
       os.symlink(name, str(here / os.path.basename(name)))

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import tensorflow.compat.v1 as tf
-from conftest import ROOT, assert_readable, clean_error, command, logits_of, run_script
+from conftest import ROOT, assert_readable, clean_error, command, logits_of, mistake, run_script
 
 import network
 import test_tfrecords
@@ -39,12 +39,11 @@ def test_rows_are_kaggles_in_natural_order_with_the_right_classes(tmp_path, wide
   assert_readable(done.stderr)
 
 
-def test_each_row_has_its_own_prediction_whatever_the_threads(tmp_path, wide_awake):
+def test_each_row_has_its_own_prediction(tmp_path, wide_awake):
   images = noise(300, seed=2)
   classes = np.array(CLASSES)[logits_of(network.find_checkpoint(wide_awake), images).argmax(1)]
   path = write(tmp_path / 'a.tfrecords', ['%s_%d.png' % (label, i) for i, label in enumerate(classes)], images)
-  outputs = {predict(path, wide_awake, '--num_threads', n, '--batch_size', 8, '--probabilities').stdout for n in (1, 4, 16)}
-  (text,) = outputs
+  text = predict(path, wide_awake, '--batch_size', 8, '--probabilities').stdout
   table = pd.read_csv(io.StringIO(text))
   assert len(table) == 300 and list(table.columns) == ['id', 'label'] + CLASSES
   assert (table['id'].str.split('_').str[0] == table['label']).all()
@@ -124,10 +123,9 @@ def test_wrong_paths_are_clean_errors_with_an_empty_stdout(tmp_path, wide_awake)
   path = write(tmp_path / 'a.tfrecords', ['1.png', '2.png'], noise(2))
   (tmp_path / 'cut').write_bytes(path.read_bytes()[:-20])
   for name in ('none', '', 'cut'):
-    line = clean_error('test_tfrecords.py', '--tfrecords', tmp_path / name, '--checkpoint_dir', wide_awake, timeout=20)
+    line = mistake(test_tfrecords, '--tfrecords', tmp_path / name, '--checkpoint_dir', wide_awake)
     assert str(tmp_path / name) in line and 'toTFRecords.py' in line
-  line = clean_error('test_tfrecords.py', '--tfrecords', path, '--checkpoint_dir', tmp_path, timeout=20)
-  assert 'no checkpoint' in line
+  assert 'no checkpoint' in clean_error('test_tfrecords.py', '--tfrecords', path, '--checkpoint_dir', tmp_path, timeout=20)
 
 
 def test_a_full_disk_is_not_success(tmp_path, wide_awake):

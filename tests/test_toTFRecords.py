@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
-from conftest import assert_readable, clean_error, command, run_script
+from conftest import assert_readable, clean_error, command, mistake, run_script
 from PIL import Image
 
 import toTFRecords
@@ -170,10 +170,9 @@ def test_wrong_folders_are_clean_errors(tmp_path):
   (tmp_path / 'texts').mkdir()
   (tmp_path / 'texts' / 'readme.txt').write_text('x')
   for folder in ('missing', 'texts'):
-    line = clean_error('toTFRecords.py', '--image_dir', tmp_path / folder, '--output', tmp_path / 'out', timeout=20)
-    assert str(tmp_path / folder) in line
+    assert str(tmp_path / folder) in mistake(toTFRecords, '--image_dir', tmp_path / folder, '--output', tmp_path / 'out')
   save(tmp_path / '1.png', noise()[0])
-  assert 'is a folder' in clean_error('toTFRecords.py', '--image_dir', tmp_path, '--output', tmp_path / 'texts', timeout=20)
+  assert 'is a folder' in mistake(toTFRecords, '--image_dir', tmp_path, '--output', tmp_path / 'texts')
   assert not os.path.exists(str(tmp_path / 'out'))
 
 
