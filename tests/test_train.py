@@ -218,7 +218,7 @@ def test_summaries_hold_what_the_line_shows(two_steps):
   points = scalars(two_steps)
   for tag in ('loss', 'cross_entropy', 'accuracy', 'learning_rate', 'images_per_second', 'queue_fill', 'epoch'):
     assert sorted(points[tag]) == [1, 2], tag
-  assert points['learning_rate'][2] == pytest.approx(0.01 * 16 / (200 * train.WARMUP_EPOCHS), rel=1e-4)
+  assert points['learning_rate'][2] == pytest.approx(0.03 * 16 / (200 * train.WARMUP_EPOCHS), rel=1e-4)
   assert points['epoch'][2] == pytest.approx(16 / 200)
   assert points['loss'][2] > points['cross_entropy'][2] > 2
 
@@ -237,7 +237,7 @@ def test_training_goes_on_where_it_was_with_another_number_of_towers(resumable, 
   assert 'step 2 of 4' in done.stderr and 'step 3/4' in done.stderr
   assert value_of(resumable, 'global_step') == 4 and value_of(resumable, 'images_seen') == 16 + 8
   assert steps_on_disk(resumable) == [2, 4]
-  assert scalars(resumable)['learning_rate'][4] == pytest.approx(0.01 * 24 / (200 * train.WARMUP_EPOCHS), rel=1e-4)
+  assert scalars(resumable)['learning_rate'][4] == pytest.approx(0.03 * 24 / (200 * train.WARMUP_EPOCHS), rel=1e-4)
   # Each of the two updates adds a gradient below 1 to 0.9 of the accumulator; were it lost, it would start at zero.
   np.testing.assert_allclose(value_of(resumable, 'fc8/biases/Momentum'), 810, atol=2)
   with open(os.path.join(resumable, 'notes.txt')) as f:

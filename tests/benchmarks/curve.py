@@ -44,7 +44,7 @@ def main(folders):
       table['test_accuracy'] = test.groupby(ends)['accuracy'].last()
     percent = dict.fromkeys(['accuracy', 'test_accuracy'], '{:.1%}'.format)
     formats = dict(percent, loss='{:.3f}'.format, cross_entropy='{:.3f}'.format, images_per_second='{:.0f}'.format)
-    print(table.to_string(formatters=formats))
+    print(table.reset_index().to_string(index=False, formatters=formats))
 
 
 if __name__ == '__main__':
