@@ -186,7 +186,8 @@ def build(data, devices, epochs, peak, momentum, keep_prob, cluster=None):
   with tf.device(counters):
     global_step = tf.train.get_or_create_global_step()
     images_seen = tf.get_variable('images_seen', [], tf.int64, tf.zeros_initializer(), trainable=False, use_resource=True)
-    seen_after = images_seen + len(devices) * data.batch_size * (cluster.contributions if cluster else 1)
+    own_images = len(devices) * data.batch_size
+    seen_after = images_seen + (cluster.images(own_images) if cluster else own_images)
     rate = learning_rate(seen_after, data.num_records, epochs, peak)
   optimizer = tf.train.MomentumOptimizer(rate, momentum)
 
@@ -294,7 +295,7 @@ class Cluster(tf.train.SessionRunHook):
   and does not answer at its address any more is no member until it writes again.
 
   Where a parameter server is lost, chief and workers start again as new processes: the chief resumes from its checkpoint.
-  As a hook, it lets the chief begin, and all end, in order. Workers must have the same number of towers.
+  As a hook, it lets the chief begin, and all end, in order.
   """
 
   def __init__(self, jobs, job, index):
@@ -352,7 +353,8 @@ class Cluster(tf.train.SessionRunHook):
       return tf.FIFOQueue(1, tf.bool, [[]], shared_name='leave')
 
   def serve(self):
-    """A parameter server's work: waits until the chief sends it home. Returns a signal that ended it instead, or None.
+    """A parameter server's work: waits until the chief sends it home and all workers have ended. Returns a signal that ended it
+    instead, or None.
 
     Where all processes get the signal at once, it stays until the chief has saved.
     """
@@ -369,34 +371,39 @@ class Cluster(tf.train.SessionRunHook):
             return signals[0][0]
           self._await()
           time.sleep(0.5)
+    # Who closes a session still needs the servers: TensorFlow 1.15 waits for ever for one that is gone.
+    end = time.time() + LONG_SECONDS
+    while time.time() < end and not signals and any(map(self._answers, self.workers)):
+      time.sleep(0.2)
 
   # ---- the graph of a worker
 
-  @property
-  def contributions(self):
-    """int64: how many workers' gradients the coming update takes."""
-    if not hasattr(self, '_contributions'):
-      self._contributions = tf.placeholder_with_default(np.int64(len(self.workers)), [], 'contributions')
-    return self._contributions
+  def images(self, own):
+    """int64: how many images the coming update takes, `own` of them from this worker; as long as it is not fed, a guess."""
+    self._own_images = own
+    self._fed_images = tf.placeholder_with_default(np.int64(own * len(self.workers)), [], 'images')
+    return self._fed_images
 
   def average(self, gradients):
     """Makes the accumulators and the board. Returns the op that adds `gradients`, and the means over the workers."""
     accumulators, applied, averages = [], [], []
     self._fed_ticket = tf.placeholder(tf.int64, [], 'ticket')
+    self._fed_workers = tf.placeholder_with_default(len(self.workers), [], 'workers')
     for gradient, variable in gradients:
       with tf.device(variable.device):
         name = variable.op.name + '/accumulator'
         accumulators.append(tf.ConditionalAccumulator(gradient.dtype, variable.shape, shared_name=name))
         applied.append(accumulators[-1].apply_grad(gradient, local_step=self._fed_ticket))
-        averages.append((accumulators[-1].take_grad(tf.cast(self.contributions, tf.int32)), variable))
+        averages.append((accumulators[-1].take_grad(self._fed_workers), variable))
     with tf.device(self.homes[0]), tf.variable_scope('board'):
       # In a collection of its own: it is no part of the model and of its checkpoints.
       board = [tf.get_variable(name, [], tf.int64, tf.zeros_initializer(), trainable=False, use_resource=True, collections=['board'])
-               for name in ['ticket'] + ['%s_%d' % worker for worker in self.workers]]  # fmt: skip
+               for name in ['ticket'] + [kind % worker for kind in ('%s_%d', '%s_%d_images') for worker in self.workers]]  # fmt: skip
       self._clear_board = tf.variables_initializer(board)
       self._read_board = [entry.read_value() for entry in board]
       self._put_ticket, self._sign = (entry.assign(self._fed_ticket).op for entry in (board[0], board[1 + self.rank]))
-      with tf.control_dependencies(applied):
+      own_images = board[1 + len(self.workers) + self.rank].assign(self._own_images)
+      with tf.control_dependencies(applied + [own_images.op]):
         self._contribute = board[1 + self.rank].assign(self._fed_ticket).op
     self._set_tickets = [accumulator.set_global_step(self._fed_ticket) for accumulator in accumulators]
     self._count = [accumulator.num_accumulated() for accumulator in accumulators]
@@ -483,18 +490,20 @@ class Cluster(tf.train.SessionRunHook):
     values = context.session.run(own + [self._contribute], ticket)
     # What this worker's run gave is fed to the update's run, which would compute it again.
     feeds = dict(zip(own, values))
-    feeds[self.contributions] = self._wait_for_members(context.session)
+    given = self._wait_for_members(context.session)
     if self._stop.signum:
       context.request_stop()
+    feeds[self._fed_workers], feeds[self._fed_images] = len(given), sum(given)
     context.run_with_hooks(self._model.train_op, feeds)
     self._begun, self._ticket = True, self._ticket + 1
     self._await()
 
   def _wait_for_members(self, session):
-    """Returns how many workers have contributed, once all members have or a signal stops training."""
+    """Returns how many images each has contributed, once all members have; or None where a signal stops training."""
     probe = time.time() + 1
     while not self._stop.signum:
-      entries = dict(zip(self.workers, session.run(self._read_board)[1:]))
+      board = session.run(self._read_board)
+      entries = dict(zip(self.workers, board[1:]))
       for worker, entry in entries.items():
         if entry == LEFT and worker in self._members and self._begun:
           self._dismiss(worker, 'has left')
@@ -504,7 +513,7 @@ class Cluster(tf.train.SessionRunHook):
       self._seen = entries
       self._awaited = [worker for worker in self.workers if worker in self._members and entries[worker] != self._ticket]
       if not self._awaited:
-        return sum(entry == self._ticket for entry in entries.values())
+        return [images for entry, images in zip(board[1:], board[1 + len(self.workers) :]) if entry == self._ticket]
       if self._begun and time.time() > probe:
         for worker in self._awaited:
           if not self._answers(worker):
@@ -561,9 +570,9 @@ def reason_of(error):
 class StopHook(tf.train.SessionRunHook):
   """Ends training after the last step, or after the running one where SIGINT or SIGTERM comes."""
 
-  def __init__(self, report, first_step, last_step, saves=True):
-    self._step, self._last_step, self._saves = report['step'], last_step, saves
-    self.signum, self.done = None, first_step >= last_step
+  def __init__(self, report, counts, saves=True):
+    self._fetch, self._last_step, self._saves = [report['step'], report['images_seen']], counts.last_step, saves
+    self.signum, self.done = None, counts.first_step >= counts.last_step(counts.first_step, counts.images_seen)
 
   def begin(self):
     self._previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -576,10 +585,10 @@ class StopHook(tf.train.SessionRunHook):
       signal.signal(number, handler)
 
   def before_run(self, _):
-    return tf.train.SessionRunArgs(self._step)
+    return tf.train.SessionRunArgs(self._fetch)
 
   def after_run(self, run_context, values):
-    self.done = values.results >= self._last_step
+    self.done = values.results[0] >= self._last_step(*values.results)
     if self.signum or self.done:
       run_context.request_stop()
 
@@ -644,9 +653,9 @@ class ProgressHook(tf.train.SessionRunHook):
   With `own_batch`, of a worker that is not the chief: its own images/s, and nothing for TensorBoard.
   """
 
-  def __init__(self, report, folder, first_step, images_seen, last_step, own_batch=None):
+  def __init__(self, report, folder, counts, own_batch=None):
     self._report, self._folder, self._own_batch = report, folder, own_batch
-    self._first_step, self._images_seen, self._last_step = first_step, images_seen, last_step
+    self._first_step, self._images_seen, self._last_step = counts
 
   def after_create_session(self, session, _):
     self._writer = None
@@ -654,8 +663,8 @@ class ProgressHook(tf.train.SessionRunHook):
       self._writer = tf.summary.FileWriter(self._folder, session.graph)
       # Points that a killed run wrote beyond this step are not shown twice.
       self._writer.add_session_log(tf.SessionLog(status=tf.SessionLog.START), self._first_step)
-    self._bar = tqdm(total=self._last_step, initial=self._first_step, disable=not sys.stderr.isatty(),
-                     bar_format='{percentage:3.0f}%|{bar:10}| {desc}')  # fmt: skip
+    self._bar = tqdm(total=self._last_step(self._first_step, self._images_seen), initial=self._first_step,
+                     disable=not sys.stderr.isatty(), bar_format='{percentage:3.0f}%|{bar:10}| {desc}')  # fmt: skip
     self._since, self._line_time, self._points = time.time(), 0, []
 
   def before_run(self, _):
@@ -664,26 +673,28 @@ class ProgressHook(tf.train.SessionRunHook):
   def after_run(self, _, values):
     self._points.append(values.results)
     step = values.results['step']
+    last_step = self._last_step(step, values.results['images_seen'])
     # The first step fills the queue and warms up, so its images/s stands alone.
-    if step % SUMMARY_STEPS == 0 or step in (self._first_step + 1, self._last_step):
-      self._show(self._points[-1], len(self._points))
+    if step % SUMMARY_STEPS == 0 or step in (self._first_step + 1, last_step):
+      self._show(self._points[-1], len(self._points), last_step)
 
-  def _show(self, last, steps):
+  def _show(self, last, steps, last_step):
     now = time.time()
     mean = {name: float(np.mean([point[name] for point in self._points])) for name in self._report}
     images = steps * self._own_batch if self._own_batch else last['images_seen'] - self._images_seen
     mean['images_per_second'] = images / (now - self._since)
-    left = (self._last_step - last['step']) * (now - self._since) / steps
+    left = (last_step - last['step']) * (now - self._since) / steps
     self._since, self._points, self._images_seen = now, [], last['images_seen']
     values = [tf.Summary.Value(tag=tag, simple_value=mean[tag]) for tag in mean if tag not in ('step', 'images_seen')]
     self._write(lambda: self._writer.add_summary(tf.Summary(value=values), last['step']))
     text = ('step {step}/{last_step}  epoch {epoch:.2f}  loss {loss:.3f} (cross-entropy {cross_entropy:.3f})  accuracy '
             '{accuracy:.1%}  learning rate {learning_rate:.5f}  queue {queue_fill:.0%}  {images_per_second:.0f} images/s{here}  {left} left'
-            ).format(**dict(mean, here=' here' if self._own_batch else '', step=last['step'], last_step=self._last_step, epoch=last['epoch'],
+            ).format(**dict(mean, here=' here' if self._own_batch else '', step=last['step'], last_step=last_step, epoch=last['epoch'],
                             left=tqdm.format_interval(left)))  # fmt: skip
+    self._bar.total = last_step
     self._bar.update(last['step'] - self._bar.n)
     self._bar.set_description_str(text)
-    if self._bar.disable and (now > self._line_time + LINE_SECONDS or last['step'] == self._last_step):
+    if self._bar.disable and (now > self._line_time + LINE_SECONDS or last['step'] == last_step):
       self._line_time = now
       print(text, file=sys.stderr)
 
@@ -724,12 +735,11 @@ def make_saver(folder, keep_checkpoints):
 def train(folder, start, model, devices, counts, cluster):
   """Runs steps until the last one or a signal; the chief, or who is alone, saves in `folder`.
 
-  `counts`: global step and images seen at the beginning, and the global step at the end.
   Returns the signal's number, or None.
   """
-  first_step, images_seen, last_step = counts
   leads = not cluster or cluster.is_chief
-  stop = StopHook(model.report, first_step, last_step if leads else math.inf, saves=leads)  # the chief says when it is over
+  # To the others the chief says when it is over.
+  stop = StopHook(model.report, counts if leads else counts._replace(last_step=lambda *_: math.inf), saves=leads)
   options = {'config': network.session_config(len(devices)), 'log_step_count_steps': None}
   ready, do_step = tf.constant([], tf.string), lambda step_context: step_context.run_with_hooks(model.train_op)
   if cluster:
@@ -740,9 +750,9 @@ def train(folder, start, model, devices, counts, cluster):
     remove_unfinished_saves(folder)
     network.mark_training(folder, done=False)
     hooks = [stop, CheckpointHook(model, folder, FLAGS.save_steps, FLAGS.keep_checkpoints),
-             ProgressHook(model.report, folder, first_step, images_seen, last_step)]  # fmt: skip
+             ProgressHook(model.report, folder, counts)]  # fmt: skip
   else:
-    hooks = [stop, ProgressHook(model.report, None, first_step, images_seen, last_step, len(devices) * FLAGS.batch_size)]
+    hooks = [stop, ProgressHook(model.report, None, counts, len(devices) * FLAGS.batch_size)]
   if cluster:
     hooks.append(cluster)
   variables = tf.global_variables()
@@ -763,14 +773,26 @@ def train(folder, start, model, devices, counts, cluster):
   return stop.signum
 
 
+Counts = collections.namedtuple('Counts', 'first_step images_seen last_step')
+
+
 def steps_to_do(start, num_records, global_batch):
-  """Global step and images seen at which this run begins, 0 or of the checkpoint `start`, and the step at which it ends."""
+  """Global step and images seen at which this run begins, 0 or of the checkpoint `start`, and when it ends.
+
+  Returns:
+    Counts: last_step is a function of the global step and the images seen by then. Alone it always gives the same step. A
+    cluster may take fewer images in a step, while a worker is out: the end is when the images of --epochs are seen.
+  """
   first_step, images_seen = 0, 0
   if start:
     counters = [tf.train.get_global_step(), tf.global_variables('images_seen')[0]]
     first_step, images_seen = (int(value) for value in network.read_values(start, counters)[1])
-  to_do = max(0, math.ceil((FLAGS.epochs * num_records - images_seen) / global_batch))
-  return first_step, images_seen, min(first_step + to_do, FLAGS.max_steps or first_step + to_do)
+
+  def last_step(step, images_seen):
+    to_do = max(0, math.ceil((FLAGS.epochs * num_records - images_seen) / global_batch))
+    return min(step + to_do, FLAGS.max_steps or math.inf)
+
+  return Counts(first_step, images_seen, last_step)
 
 
 def print_header(devices, global_batch, data, folder):
@@ -803,7 +825,8 @@ def main(_):
     tf.set_random_seed(FLAGS.seed if FLAGS.seed is None or leads else FLAGS.seed + cluster.rank)
     data = data_input(FLAGS.data_dir, FLAGS.batch_size, len(CLASSES), True, FLAGS.num_threads)
     model = build(data, devices, FLAGS.epochs, FLAGS.learning_rate, FLAGS.momentum, FLAGS.keep_prob, cluster)
-    first_step, images_seen, last_step = steps_to_do(start, data.num_records, global_batch)
+    counts = steps_to_do(start, data.num_records, global_batch)
+    first_step, last_step = counts.first_step, counts.last_step(counts.first_step, counts.images_seen)
     print_header(devices, global_batch, data, folder)
     if first_step >= last_step:
       print(
@@ -816,7 +839,7 @@ def main(_):
             file=sys.stderr)  # fmt: skip
     if cluster:
       cluster.start(network.session_config(len(devices)))
-    signum = train(folder, start, model, devices, (first_step, images_seen, last_step), cluster)
+    signum = train(folder, start, model, devices, counts, cluster)
   if signum:
     sys.exit(128 + signum)
 

@@ -91,13 +91,29 @@ def value_of(folder, name):
 # ---- all goes well
 
 
-@pytest.mark.parametrize('sizes', [{'ps': 1, 'worker': 2}, {'ps': 2, 'chief': 1, 'worker': 2, 'evaluator': 1}])
-def test_a_cluster_trains_to_the_last_step_and_ends_by_itself(sizes, tmp_path, two_steps):
+@pytest.mark.parametrize(
+  'sizes, again',
+  [
+    ({'ps': 1, 'worker': 2}, False),
+    ({'ps': 2, 'chief': 1, 'worker': 2, 'evaluator': 1}, False),
+    pytest.param({'ps': 1, 'worker': 2}, True, marks=pytest.mark.long),
+  ],
+)
+def test_a_cluster_trains_to_the_last_step_and_ends_by_itself(sizes, again, tmp_path, two_steps):
   write_small_data(tmp_path)
   out = tmp_path / 'out'
   with Cluster(tmp_path, **sizes) as cluster:
-    arguments = ['--data_dir', tmp_path, '--checkpoint_dir', out, '--batch_size', 2, '--max_steps', 3]
-    cluster.start_all(*arguments)
+    arguments = ['--data_dir', tmp_path, '--checkpoint_dir', out, '--batch_size', 2]
+    if 'chief' in sizes:
+      images = 3 * 2 * 3
+      cluster.start_all(*arguments, '--max_steps', 3)
+    else:
+      # The last worker takes more images than the chief; the epochs count them all: 15 of 200.
+      images = 3 * (2 + 3)
+      arguments += ['--epochs', images / 200]
+      cluster.start('ps', 0)
+      cluster.start('worker', 0, *arguments)
+      cluster.start('worker', 1, *arguments, '--batch_size', 3)
     assert set(cluster.ends()) == {0}
     for task in cluster.processes:
       assert_readable(cluster.text(*task))
@@ -107,21 +123,20 @@ def test_a_cluster_trains_to_the_last_step_and_ends_by_itself(sizes, tmp_path, t
     assert 'images/s here' in cluster.text(*other) and 'images/s here' not in cluster.text(*chief)
     if 'evaluator' in sizes:
       assert 'model.ckpt-3\naccuracy' in cluster.text('evaluator', 0)
-    if 'chief' not in sizes:
-      # Once more, with nothing left to do: all wait for the last worker to come, and end.
+    if again:
+      # With nothing left to do: all wait for the last worker to come, and end.
       cluster.start('ps', 0)
       cluster.start('worker', 0, *arguments)
       cluster.wait_for(lambda: 'nothing to do' in cluster.text('worker', 0))
       cluster.start('worker', 1, *arguments)
       assert set(cluster.ends()) == {0}
   # Every worker had its share in every update, and no more.
-  assert value_of(out, 'global_step') == 3 and value_of(out, 'images_seen') == 3 * 2 * workers
+  assert value_of(out, 'global_step') == 3 and value_of(out, 'images_seen') == images
   shapes = tf.train.NewCheckpointReader(network.find_checkpoint(str(out))).get_variable_to_shape_map()
   assert shapes == tf.train.NewCheckpointReader(network.find_checkpoint(two_steps)).get_variable_to_shape_map()
-  assert len([name for name in os.listdir(str(out)) if name.startswith('events')]) == (
-    1 if 'chief' in sizes else 2
-  )  # the chief's
-  assert 'model.ckpt-3\naccuracy' in run_script('val.py', out, '--data_dir', tmp_path).stdout
+  assert len([name for name in os.listdir(str(out)) if name.startswith('events')]) == 1 + again  # the chief's
+  if 'evaluator' not in sizes:
+    assert 'model.ckpt-3\naccuracy' in run_script('val.py', out, '--data_dir', tmp_path).stdout
 
 
 # train.py on fixed records: the first half for the first worker, the second for the second, all for a process alone.
@@ -295,6 +310,21 @@ def test_killed_workers_chiefs_and_parameter_servers_come_back(tmp_path, servers
     assert newest_step(out) >= max(steps) and value_of(out, 'global_step') == newest_step(out)
     for task in cluster.processes:
       assert_readable(cluster.text(*task))
+
+
+def test_a_parameter_server_stays_until_every_worker_has_ended(tmp_path):
+  with Cluster(tmp_path, ps=1, worker=2) as cluster:
+    cluster.start('ps', 0)
+    cluster.wait_for(lambda: 'listens' in cluster.text('ps', 0))
+    with socket.socket() as worker:  # that lives on after the end of training, to close its session
+      worker.bind(('127.0.0.1', int(cluster.jobs['worker'][1].split(':')[1])))
+      worker.listen(100)
+      config = tf.ConfigProto(device_filters=['/job:ps'])
+      with tf.Graph().as_default(), tf.Session('grpc://' + cluster.jobs['ps'][0], config=config) as session:
+        session.run(train.Cluster(cluster.jobs, 'worker', 0)._leave_queue('/job:ps/task:0/cpu:0').enqueue(True))
+      time.sleep(3)
+      assert cluster.processes['ps', 0].poll() is None
+    assert cluster.ends() == [0]
 
 
 def test_a_signal_ends_who_waits_for_a_parameter_server(tmp_path):

@@ -69,7 +69,7 @@ def test_sigkill_at_any_moment_loses_at_most_one_save_interval(tmp_path, is_long
   with tf.Graph().as_default():
     train.build(data_input.data_input(str(tmp_path), 2, 10, True), ['/cpu:0'], 1, 0.1, 0.9, 0.5)
     variables = tf.global_variables()
-    for _ in range(20 if is_long else 3):
+    for _ in range(20 if is_long else 2):
       reached = killed_run(str(tmp_path), folder, str(tmp_path / 'log'), draw.uniform(0, 7))
       for prefix in network.list_checkpoints(folder) if os.path.isdir(folder) else []:
         _, values = network.read_values(prefix, variables)

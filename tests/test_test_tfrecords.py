@@ -43,7 +43,7 @@ def test_each_row_has_its_own_prediction(tmp_path, wide_awake):
   images = noise(300, seed=2)
   classes = np.array(CLASSES)[logits_of(network.find_checkpoint(wide_awake), images).argmax(1)]
   path = write(tmp_path / 'a.tfrecords', ['%s_%d.png' % (label, i) for i, label in enumerate(classes)], images)
-  text = predict(path, wide_awake, '--batch_size', 8, '--probabilities').stdout
+  text = test_tfrecords.to_csv(*test_tfrecords.predict(str(path), 300, wide_awake, 8, 16), probabilities=True)
   table = pd.read_csv(io.StringIO(text))
   assert len(table) == 300 and list(table.columns) == ['id', 'label'] + CLASSES
   assert (table['id'].str.split('_').str[0] == table['label']).all()

@@ -161,7 +161,8 @@ def test_an_older_output_is_replaced_only_by_a_whole_one(bad_folder, tmp_path):
   (tmp_path / 'out').write_bytes(b'older')
   clean_error('toTFRecords.py', '--image_dir', bad_folder, '--output', tmp_path / 'out')
   assert (tmp_path / 'out').read_bytes() == b'older'
-  run_script('toTFRecords.py', '--image_dir', bad_folder, '--output', tmp_path / 'out', '--skip_unreadable')
+  names, _ = toTFRecords.list_images(str(bad_folder))
+  toTFRecords.convert(str(bad_folder), names, str(tmp_path / 'out'), 4, skip_unreadable=True)
   assert len(contents(tmp_path / 'out')) == 10
   assert sorted(os.listdir(str(tmp_path))) == ['bad ones', 'out']
 
@@ -217,5 +218,5 @@ def test_a_killed_conversion_leaves_nothing_that_looks_complete(tmp_path):
     assert sorted(os.listdir(str(tmp_path)))[0] == 'many' and not os.path.exists(str(tmp_path / 'out'))
     if number != signal.SIGKILL:
       assert b'Traceback' not in stderr and os.listdir(str(tmp_path)) == ['many']
-  run_script('toTFRecords.py', '--image_dir', folder, '--output', tmp_path / 'out')
-  assert len(contents(tmp_path / 'out')) == 8000
+  found, _ = convert(folder)
+  assert len(found) == 8000
