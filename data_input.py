@@ -108,7 +108,8 @@ def run(main, flag_values, doc, max_words=0):
   tf.get_logger().addFilter(lambda record: 'deprecated' not in record.getMessage())
   try:
     if {'-h', '-help', '--help'} & set(sys.argv[1:]):
-      print('%s\nFlags of %s' % (doc, flag_values.get_help(include_special_flags=False).lstrip()))
+      text = flag_values.get_help(include_special_flags=False).lstrip()
+      print('%s\nFlags of %s' % (doc, text) if text else doc)
     else:
       flag_values.set_gnu_getopt(True)
       words = flag_values(sys.argv)[1:]
@@ -146,9 +147,11 @@ def _remove(path):
 def whole_file(path):
   """Yields a temporary name beside the file or folder `path`; it becomes `path` when the block ends well, else it goes.
 
-  A file replaces one that is there; the files of a folder are added to it. Raises DataError where `path` is a device.
+  A file replaces one that is there; the files of a folder are added to it; what lacks of the folders above is made. Raises
+  DataError where `path` is a device.
   """
   path = os.path.realpath(path)
+  os.makedirs(os.path.dirname(path), exist_ok=True)
   if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
     raise DataError('%s is no regular file: give the name of one' % path)
   partial = '%s.%d.partial' % (path, os.getpid())
@@ -221,7 +224,10 @@ def download(data_dir):
   Returns the folder of the .bin files. Raises DataError without network or where the MD5 stays wrong.
   """
   archive = os.path.join(data_dir, ARCHIVE)
-  if not os.path.isfile(archive) or _md5(archive) != DATA_MD5:
+  md5 = _md5(archive) if os.path.isfile(archive) else None
+  if md5 != DATA_MD5:
+    if md5:
+      warn('%s has the MD5 %s instead of %s: it is cut or another archive, and is fetched anew' % (archive, md5, DATA_MD5))
     _fetch(DATA_URL, archive)
   folder = os.path.join(data_dir, FOLDER)
   with whole_file(folder) as partial, tarfile.open(archive) as tar:

@@ -183,11 +183,15 @@ def main(_):
   names, others = list_images(FLAGS.image_dir)
   if os.path.isdir(FLAGS.output):
     raise flags.Error('--output %s is a folder: give the name of a file' % FLAGS.output)
-  os.makedirs(os.path.dirname(FLAGS.output) or '.', exist_ok=True)
+  if FLAGS.output.lower().endswith(SUFFIXES):
+    raise flags.Error('--output %s would be taken for an image: give another name, such as test.tfrecords' % FLAGS.output)
   written, resized, unreadable = convert(FLAGS.image_dir, names, FLAGS.output, FLAGS.num_threads, FLAGS.skip_unreadable)
   print('%s: %d written, %d skipped, %d resized to %dx%d'
         % (FLAGS.output, written, len(unreadable), resized, IMAGE_SIZE, IMAGE_SIZE))  # fmt: skip
-  for count, what, some in ((len(unreadable), 'skipped, unreadable', unreadable), (len(others), 'ignored, no images', others)):
+  for count, what, some in (
+    (len(unreadable), 'skipped, unreadable', unreadable),
+    (len(others), 'ignored, not ' + ', '.join(SUFFIXES), sorted(others)),
+  ):
     if count:
       print('%d %s: %s' % (count, what, shorten(some)), file=sys.stderr)
 

@@ -56,7 +56,7 @@ for name in ('epochs', 'learning_rate', 'momentum', 'keep_prob'):
 # with 2 epochs of warm-up cross-entropy was 1.81 at step 560 (rate 0.021), with a constant 0.01 it was 1.68 (one seed, keep_prob 0.5).
 WARMUP_EPOCHS = 5
 SUMMARY_STEPS = 10  # steps that one TensorBoard point averages
-LINE_SECONDS = 10  # between progress lines where stderr is no terminal
+LINE_SECONDS = 10  # between progress lines
 
 
 # ---------------------------------------------------------------- devices
@@ -580,7 +580,7 @@ class StopHook(tf.train.SessionRunHook):
   def _on_signal(self, signum, _):
     self.signum = signum
     # Not print, which a signal may have interrupted.
-    os.write(2, b'stopping after this step and a save\n' if self._saves else b'stopping after this step\n')
+    os.write(2, b'\nstopping after this step and a save\n' if self._saves else b'\nstopping after this step\n')
     for number, handler in self._previous.items():
       signal.signal(number, handler)
 
@@ -625,6 +625,7 @@ class CheckpointHook(tf.train.SessionRunHook):
   def end(self, session):
     if self._step > self._saved:
       self._save(session)
+    tqdm.write('saved step %d in %s' % (self._saved, self._folder), file=sys.stderr)
 
   def _save(self, session):
     if not session.run(self._all_finite):
@@ -648,7 +649,7 @@ class CheckpointHook(tf.train.SessionRunHook):
 
 
 class ProgressHook(tf.train.SessionRunHook):
-  """Shows progress on stderr, a bar on a terminal and plain lines elsewhere, and writes it for TensorBoard.
+  """Shows progress on stderr, lines and on a terminal a bar below them, and writes it for TensorBoard.
 
   With `own_batch`, of a worker that is not the chief: its own images/s, and nothing for TensorBoard.
   """
@@ -664,7 +665,7 @@ class ProgressHook(tf.train.SessionRunHook):
       # Points that a killed run wrote beyond this step are not shown twice.
       self._writer.add_session_log(tf.SessionLog(status=tf.SessionLog.START), self._first_step)
     self._bar = tqdm(total=self._last_step(self._first_step, self._images_seen), initial=self._first_step,
-                     disable=not sys.stderr.isatty(), bar_format='{percentage:3.0f}%|{bar:10}| {desc}')  # fmt: skip
+                     disable=not sys.stderr.isatty(), bar_format='{percentage:3.0f}%|{bar:30}| {desc}')  # fmt: skip
     self._since, self._line_time, self._points = time.time(), 0, []
 
   def before_run(self, _):
@@ -693,10 +694,10 @@ class ProgressHook(tf.train.SessionRunHook):
                             left=tqdm.format_interval(left)))  # fmt: skip
     self._bar.total = last_step
     self._bar.update(last['step'] - self._bar.n)
-    self._bar.set_description_str(text)
-    if self._bar.disable and (now > self._line_time + LINE_SECONDS or last['step'] == last_step):
+    self._bar.set_description_str('step %d/%d  %s left' % (last['step'], last_step, tqdm.format_interval(left)))
+    if now > self._line_time + LINE_SECONDS or last['step'] == last_step:
       self._line_time = now
-      print(text, file=sys.stderr)
+      tqdm.write(text, file=sys.stderr)
 
   def _write(self, action):
     """Summaries are worth a warning where they cannot be written (a full disk), not the run."""

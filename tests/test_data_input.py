@@ -317,12 +317,13 @@ def test_an_empty_folder_is_filled_from_the_archive(official, tmp_path):
   assert sorted(os.listdir(str(tmp_path / 'new'))) == [data_input.FOLDER, data_input.ARCHIVE]
 
 
-def test_a_cut_archive_of_an_earlier_try_is_fetched_again(official, tmp_path):
+def test_a_cut_archive_of_an_earlier_try_is_fetched_again(official, tmp_path, capsys):
   archive = tmp_path / 'new' / data_input.ARCHIVE
   archive.parent.mkdir()
   archive.write_bytes((official / data_input.ARCHIVE).read_bytes()[:1000])
   data_input.find_files(str(archive.parent), data_input.TRAIN_FILES, 10)
   assert archive.read_bytes() == (official / data_input.ARCHIVE).read_bytes()
+  assert 'warning: %s has the MD5 ' % archive in capsys.readouterr().err
 
 
 def test_a_whole_archive_is_unpacked_without_the_network(official, tmp_path, monkeypatch):

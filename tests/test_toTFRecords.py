@@ -174,6 +174,9 @@ def test_wrong_folders_are_clean_errors(tmp_path):
     assert str(tmp_path / folder) in mistake(toTFRecords, '--image_dir', tmp_path / folder, '--output', tmp_path / 'out')
   save(tmp_path / '1.png', noise()[0])
   assert 'is a folder' in mistake(toTFRecords, '--image_dir', tmp_path, '--output', tmp_path / 'texts')
+  before = (tmp_path / '1.png').read_bytes()
+  assert 'taken for an image' in mistake(toTFRecords, '--image_dir', tmp_path, '--output', tmp_path / '1.png')
+  assert (tmp_path / '1.png').read_bytes() == before
   assert not os.path.exists(str(tmp_path / 'out'))
 
 

@@ -1,10 +1,14 @@
 import collections
+import fcntl
 import glob
 import os
+import re
 import resource
 import shutil
 import signal
+import struct
 import subprocess
+import termios
 import time
 
 import numpy as np
@@ -288,6 +292,28 @@ def test_a_moved_folder_resumes_and_keeps_only_so_many_checkpoints(resumable, sm
     run_script('train.py', '--data_dir', small_data, '--checkpoint_dir', 'elsewhere', '--batch_size', 2, '--max_steps', last,
                '--save_steps', 1, '--keep_checkpoints', keep, cwd=str(tmp_path))  # fmt: skip
     assert steps_on_disk(moved) == left
+
+
+def test_on_a_narrow_terminal_every_line_is_whole(resumable, small_data):
+  ours, theirs = os.openpty()
+  fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack('HHHH', 24, 80, 0, 0))
+  arguments = command('train.py', '--data_dir', small_data, '--checkpoint_dir', resumable, '--batch_size', 2, '--max_steps', 3)
+  with subprocess.Popen(arguments, stderr=theirs) as process:
+    os.close(theirs)
+    text = b''
+    while True:
+      try:
+        text += os.read(ours, 1000)
+      except OSError:  # closed
+        break
+  os.close(ours)
+  assert process.returncode == 0
+  lines = re.split('[\r\n]+', text.decode())
+  (line,) = [line for line in lines if 'step 3/3  epoch' in line]
+  assert line.rstrip().endswith('left') and 'images/s' in line and 'queue' in line
+  assert 'saved step 3 in ' + resumable in lines
+  bars = [line for line in lines if '%|' in line]
+  assert bars and all(len(bar.rstrip()) <= 80 for bar in bars) and any('step 3/3  00:00 left' in bar for bar in bars)
 
 
 def start_training(data, folder, *arguments):

@@ -211,7 +211,7 @@ def test_every_class_name_can_be_drawn_and_looks_its_own():
 
 def test_errors_are_drawn_by_the_command(tmp_path, wide_awake):
   random_records(tmp_path / 'test_batch.bin', 12)
-  out = tmp_path / 'errors.png'
+  out = tmp_path / 'new' / 'errors.png'
   report = run_script('val.py', wide_awake, '--data_dir', tmp_path, '--errors', out).stdout
   correct = int(re.search(r'accuracy (\d+) / 12', report).group(1))
   assert '%s: %d mistakes' % (out, 12 - correct) in report
