@@ -123,7 +123,7 @@ def run(main, flag_values, doc, max_words=0):
 
 
 def warn(text):
-  print('warning: ' + text, file=sys.stderr)
+  tqdm.write('warning: ' + text, file=sys.stderr)  # above a bar, if there is one
 
 
 _unfinished = set()  # temporary files that are being written
@@ -242,16 +242,14 @@ def download(data_dir):
 def _fetch(url, path):
   print('Downloading %s' % url, file=sys.stderr)
   try:
-    with urllib.request.urlopen(url, timeout=8) as response:
-      os.makedirs(os.path.dirname(path), exist_ok=True)
-      with whole_file(path) as partial:
-        size = int(response.headers.get('Content-Length', 0)) or None
-        with open(partial, 'wb') as out, tqdm(total=size, unit='B', unit_scale=True) as bar:
-          for block in iter(lambda: response.read(1 << 20), b''):
-            out.write(block)
-            bar.update(len(block))
-        if _md5(partial) != DATA_MD5:
-          raise DataError('the MD5 is not %s: the download was cut or changed' % DATA_MD5)
+    with urllib.request.urlopen(url, timeout=8) as response, whole_file(path) as partial:
+      size = int(response.headers.get('Content-Length', 0)) or None
+      with open(partial, 'wb') as out, tqdm(total=size, unit='B', unit_scale=True) as bar:
+        for block in iter(lambda: response.read(1 << 20), b''):
+          out.write(block)
+          bar.update(len(block))
+      if _md5(partial) != DATA_MD5:
+        raise DataError('the MD5 is not %s: the download was cut or changed' % DATA_MD5)
   except (OSError, ValueError, http.client.HTTPException) as error:
     raise DataError('no data set in %s, and %s could not be fetched (%s). Put its .bin files or the archive into %s, or '
                     'make a small data set with: python data_input.py --synthetic --data_dir %s'
@@ -281,7 +279,6 @@ def synthesise(data_dir, records=2000):
       if not os.path.isfile(path) or not np.array_equal(np.fromfile(path, np.uint8), content.ravel()):
         raise DataError('--synthetic: %s holds another data set already; choose another --data_dir' % existing)
     return
-  os.makedirs(data_dir, exist_ok=True)
   with whole_file(folder) as partial:
     os.makedirs(partial)
     for name, content in files.items():

@@ -372,8 +372,9 @@ class Cluster(tf.train.SessionRunHook):
           self._await()
           time.sleep(0.5)
     # Who closes a session still needs the servers: TensorFlow 1.15 waits for ever for one that is gone.
-    end = time.time() + LONG_SECONDS
-    while time.time() < end and not signals and any(map(self._answers, self.workers)):
+    end, before = time.time() + LONG_SECONDS, len(signals)
+    while time.time() < end and len(signals) == before and any(map(self._answers, self.workers)):
+      self._await()
       time.sleep(0.2)
 
   # ---- the graph of a worker
@@ -400,7 +401,9 @@ class Cluster(tf.train.SessionRunHook):
       board = [tf.get_variable(name, [], tf.int64, tf.zeros_initializer(), trainable=False, use_resource=True, collections=['board'])
                for name in ['ticket'] + [kind % worker for kind in ('%s_%d', '%s_%d_images') for worker in self.workers]]  # fmt: skip
       self._clear_board = tf.variables_initializer(board)
-      self._read_board = [entry.read_value() for entry in board]
+      entries = [entry.read_value() for entry in board[: 1 + len(self.workers)]]
+      with tf.control_dependencies(entries):  # written before the ticket, read after it
+        self._read_board = entries + [images.read_value() for images in board[1 + len(self.workers) :]]
       self._put_ticket, self._sign = (entry.assign(self._fed_ticket).op for entry in (board[0], board[1 + self.rank]))
       own_images = board[1 + len(self.workers) + self.rank].assign(self._own_images)
       with tf.control_dependencies(applied + [own_images.op]):
@@ -436,7 +439,7 @@ class Cluster(tf.train.SessionRunHook):
       if not waiting and now > self._since + LONG_SECONDS:
         waiting = self._awaited or servers
       if waiting and not signum:
-        print('waiting for ' + ', '.join(map(self._name, waiting)), file=sys.stderr)
+        tqdm.write('waiting for ' + ', '.join(map(self._name, waiting)), file=sys.stderr)
       self._said = now
 
   def after_create_session(self, session, _):
@@ -509,7 +512,7 @@ class Cluster(tf.train.SessionRunHook):
           self._dismiss(worker, 'has left')
         elif entry != self._seen.get(worker, entry) and entry != LEFT and worker not in self._members:
           self._members.add(worker)
-          print('%s is back' % self._name(worker), file=sys.stderr)
+          tqdm.write('%s is back' % self._name(worker), file=sys.stderr)
       self._seen = entries
       self._awaited = [worker for worker in self.workers if worker in self._members and entries[worker] != self._ticket]
       if not self._awaited:
@@ -580,7 +583,7 @@ class StopHook(tf.train.SessionRunHook):
   def _on_signal(self, signum, _):
     self.signum = signum
     # Not print, which a signal may have interrupted.
-    os.write(2, b'\nstopping after this step and a save\n' if self._saves else b'\nstopping after this step\n')
+    os.write(2, os.isatty(2) * b'\n' + b'stopping after this step' + self._saves * b' and a save' + b'\n')
     for number, handler in self._previous.items():
       signal.signal(number, handler)
 
@@ -625,7 +628,8 @@ class CheckpointHook(tf.train.SessionRunHook):
   def end(self, session):
     if self._step > self._saved:
       self._save(session)
-    tqdm.write('saved step %d in %s' % (self._saved, self._folder), file=sys.stderr)
+    if self._saved:
+      tqdm.write('saved step %d in %s' % (self._saved, self._folder), file=sys.stderr)
 
   def _save(self, session):
     if not session.run(self._all_finite):

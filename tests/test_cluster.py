@@ -322,7 +322,7 @@ def test_a_parameter_server_stays_until_every_worker_has_ended(tmp_path):
       config = tf.ConfigProto(device_filters=['/job:ps'])
       with tf.Graph().as_default(), tf.Session('grpc://' + cluster.jobs['ps'][0], config=config) as session:
         session.run(train.Cluster(cluster.jobs, 'worker', 0)._leave_queue('/job:ps/task:0/cpu:0').enqueue(True))
-      time.sleep(3)
+      time.sleep(5)
       assert cluster.processes['ps', 0].poll() is None
     assert cluster.ends() == [0]
 

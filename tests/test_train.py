@@ -194,6 +194,7 @@ def test_place_follows_the_plan_for_variables_and_pinned_devices_for_the_rest():
 def test_training_ends_when_the_images_of_the_epochs_are_seen_or_at_max_steps():
   def steps_made(images_a_step, *arguments):
     """Steps until StopHook ends a session whose steps take so many images, where the global batch was to be 8."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     train.FLAGS(['train.py', '--epochs', '0.5'] + list(arguments))
     try:
       with tf.Graph().as_default():
@@ -210,6 +211,8 @@ def test_training_ends_when_the_images_of_the_epochs_are_seen_or_at_max_steps():
     finally:
       for name in train.FLAGS:
         train.FLAGS[name].unparse()
+      for number, handler in handlers.items():
+        signal.signal(number, handler)
     return made
 
   assert steps_made(8) == 5
