@@ -191,7 +191,8 @@ def build(data, devices, epochs, peak, momentum, keep_prob, cluster=None):
     rate = learning_rate(seen_after, data.num_records, epochs, peak)
   optimizer = tf.train.MomentumOptimizer(rate, momentum)
 
-  where = spread(sizes_of_variables(data.num_classes), homes)
+  # With one home the sizes are no matter, and to find them costs a network.
+  where = spread(sizes_of_variables(data.num_classes), homes) if len(homes) > 1 else collections.defaultdict(lambda: homes[0])
   towers, accuracies, tower_grads = [], [], []
   for i, device in enumerate(devices):
     with tf.device(place(device, where)), tf.name_scope('tower_%d' % i):
