@@ -230,7 +230,7 @@ def build(data, devices, epochs, peak, momentum, keep_prob, cluster=None):
 # ---------------------------------------------------------------- several machines
 
 DONE, LEFT = -1, -2  # what stands on the board instead of a ticket when training is over, or a worker has left
-POLL_SECONDS = 0.01  # between looks at the board
+POLL_SECONDS = 0.01  # least time between looks at the board
 WAIT_SECONDS = 10  # without progress before a line says who does not answer
 LONG_SECONDS = 60  # without progress before a line says what is waited for, though all answer
 GRACE_SECONDS = 20  # that a parameter server leaves the chief to save; Kubernetes gives 30 in all
@@ -403,6 +403,7 @@ class Cluster(tf.train.SessionRunHook):
                for name in ['ticket'] + [kind % worker for kind in ('%s_%d', '%s_%d_images') for worker in self.workers]]  # fmt: skip
       self._clear_board = tf.variables_initializer(board)
       entries = [entry.read_value() for entry in board[: 1 + len(self.workers)]]
+      self._read_ticket, self._read_own = entries[0], entries[1 + self.rank]
       with tf.control_dependencies(entries):  # written before the ticket, read after it
         self._read_board = entries + [images.read_value() for images in board[1 + len(self.workers) :]]
       self._put_ticket, self._sign = (entry.assign(self._fed_ticket).op for entry in (board[0], board[1 + self.rank]))
@@ -419,6 +420,13 @@ class Cluster(tf.train.SessionRunHook):
 
   def _await(self, *tasks):
     self._awaited, self._since = list(tasks), time.time()
+
+  @staticmethod
+  def _pause(since):
+    """Sleeps between two looks at the board: a twentieth of the wait so far, at most 0.5 s, for a look costs milliseconds here and
+    at a server, and the two or more processes that wait for one may be on its machine.
+    """
+    time.sleep(min(max(POLL_SECONDS, 0.05 * (time.time() - since)), 0.5))
 
   def watch(self):
     """A thread that says in a line what is waited for, whenever nothing has moved for some time.
@@ -504,7 +512,8 @@ class Cluster(tf.train.SessionRunHook):
 
   def _wait_for_members(self, session):
     """Returns how many images each has contributed, once all members have; or None where a signal stops training."""
-    probe = time.time() + 1
+    began = time.time()
+    probe = began + 1
     while not self._stop.signum:
       board = session.run(self._read_board)
       entries = dict(zip(self.workers, board[1:]))
@@ -523,28 +532,30 @@ class Cluster(tf.train.SessionRunHook):
           if not self._answers(worker):
             self._dismiss(worker, 'does not answer')
         probe = time.time() + 1
-      time.sleep(POLL_SECONDS)
+      self._pause(began)
 
   def _dismiss(self, worker, reason):
     self._members.discard(worker)
     warn('%s %s: training goes on without it' % (self._name(worker), reason))
 
   def _worker_step(self, context):
+    began = time.time()
     self._await(self.workers[0])
     while not self._stop.signum:
       try:
-        board = context.session.run(self._read_board)
-        self._ticket = self._ticket or board[1 + self.rank]  # of the process before, after a restart
-        if board[0] == DONE:
+        ticket = context.session.run(self._read_ticket)
+        self._ticket = self._ticket or context.session.run(self._read_own)  # of the process before, after a restart
+        if ticket == DONE:
           context.request_stop()
-        if board[0] > 0 and board[0] != self._ticket:
+        if ticket > 0 and ticket != self._ticket:
           self._await()
-          context.run_with_hooks(self._model.train_op, {self._fed_ticket: board[0]})
-          self._ticket = board[0]
+          context.run_with_hooks(self._model.train_op, {self._fed_ticket: ticket})
+          self._ticket = ticket
           return
       except tf.errors.FailedPreconditionError:
-        pass  # the chief has not set the variables, on this server or on any
-      time.sleep(POLL_SECONDS)
+        # The chief has not set the variables, on this server or on any.
+        self._awaited, self._since = self.workers[:1], began
+      self._pause(began)
     context.request_stop()
 
   def end(self, session):
@@ -559,7 +570,7 @@ class Cluster(tf.train.SessionRunHook):
         # Who has been here and does not answer has ended; who has not been here yet would wait for the servers.
         self._awaited = [worker for worker in self.workers[1:]
                          if entries[worker] != LEFT and not (self._begun and not self._answers(worker))]  # fmt: skip
-        time.sleep(0.1)
+        self._pause(self._since)
       session.run(self._send_home)
 
 
