@@ -1,5 +1,6 @@
 """What the tests share: small data made on the spot, and the scripts run as a user runs them."""
 
+import collections
 import os
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import pytest  # noqa: E402
 import tensorflow.compat.v1 as tf  # noqa: E402
 
 import network  # noqa: E402
+import train  # noqa: E402
 
 tf.get_logger().addFilter(lambda record: 'deprecated' not in record.getMessage())
 
@@ -142,6 +144,68 @@ def two_steps(tmp_path_factory):
                     '--max_steps', 2)  # fmt: skip
   assert_readable(done.stderr)
   return folder
+
+
+class FixedData(object):
+  """The same 128 records each step, dealt out to the towers in turn: what data_input is to train.build."""
+
+  num_classes, num_records = 10, 1000
+
+  def __init__(self, batch_size):
+    draw = np.random.RandomState(0)
+    self._images = draw.normal(size=[128, 28, 28, 3]).astype(np.float32)
+    self._labels = np.eye(10, dtype=np.float32)[draw.randint(0, 10, 128)]
+    self.batch_size, self.queue_fill, self._next = batch_size, tf.constant(1.0), 0
+
+  def next_batch(self):
+    start, self._next = self._next, self._next + self.batch_size
+    return tf.constant(self._images[start : self._next]), tf.constant(self._labels[start : self._next])
+
+
+Update = collections.namedtuple('Update', 'values report start')
+
+
+def after_one_step(num_towers, start=None):
+  """One update of `num_towers` towers that share 128 records.
+
+  Returns an Update: every variable after it, the report, and the folder `start`, if given, with a checkpoint of those before it.
+  """
+  devices = ['/cpu:%d' % i for i in range(num_towers)]
+  with tf.Graph().as_default(), tf.Session(config=network.session_config(num_towers)) as session:
+    model = train.build(FixedData(128 // num_towers), devices, 1, 0.1, 0.9, keep_prob=1)
+    session.run(tf.global_variables_initializer())
+    draw = np.random.RandomState(1)
+    for variable in tf.trainable_variables():
+      # Biases keep every ReLU open. A product rounds otherwise for another batch size, by 1e-7; where that shuts a
+      # single ReLU out of a million near zero, gradients differ by up to 2e-3, on whatever towers.
+      shape = variable.shape.as_list()
+      value = draw.normal(scale=0.3 / np.sqrt(np.prod(shape[:-1])), size=shape) if len(shape) > 1 else np.ones(shape)
+      variable.load(value, session)
+    if start:
+      tf.train.Saver().save(session, os.path.join(start, 'model.ckpt'), 0, write_meta_graph=False)
+    _, report = session.run([model.train_op, model.report])
+    values = session.run({variable.op.name: variable for variable in tf.global_variables()})
+    assert len(tf.trainable_variables()) == 38
+  return Update(values, report, start)
+
+
+def assert_same_update(one, other):
+  """Both are all variables, {name: value}, after a first update from the same 128 records."""
+  assert sorted(one) == sorted(other) and not [name for name in other if 'tower' in name]
+  assert one['global_step'] == other['global_step'] == 1 and one['global_step'].dtype == np.int64
+  assert one['images_seen'] == other['images_seen'] == 128
+  for name in one:
+    # After one step the accumulator of the momentum is the gradient, weight decay included.
+    value = one[name].astype(np.float64)
+    assert np.linalg.norm(other[name] - value) < 1e-4 * max(np.linalg.norm(value), 1e-30), name
+    if name.endswith('/Momentum'):
+      assert np.abs(one[name]).max() > 0, name
+
+
+@pytest.fixture(scope='session')
+def one_tower(tmp_path_factory):
+  """Update of one tower; its `start` holds the checkpoint before it."""
+  return after_one_step(1, str(tmp_path_factory.mktemp('one tower')))
 
 
 @pytest.fixture

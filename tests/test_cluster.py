@@ -6,16 +6,15 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 
-import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
-from conftest import assert_readable, clean_error, command, run_script, write_small_data
+from conftest import ROOT, assert_readable, assert_same_update, clean_error, command, write_small_data
 
 import network
 import train
+import val
 
 
 class Cluster(object):
@@ -84,117 +83,50 @@ def newest_step(folder):
   return max(steps + [-1])
 
 
-def value_of(folder, name):
-  return tf.train.NewCheckpointReader(network.find_checkpoint(str(folder))).get_tensor(name)
+def value_at(folder, step, name):
+  return tf.train.NewCheckpointReader(os.path.join(str(folder), 'model.ckpt-%d' % step)).get_tensor(name)
 
 
 # ---- all goes well
 
 
-@pytest.mark.parametrize(
-  'sizes, again',
-  [
-    ({'ps': 1, 'worker': 2}, False),
-    ({'ps': 2, 'chief': 1, 'worker': 2, 'evaluator': 1}, False),
-    pytest.param({'ps': 1, 'worker': 2}, True, marks=pytest.mark.long),
-  ],
-)
-def test_a_cluster_trains_to_the_last_step_and_ends_by_itself(sizes, again, tmp_path, two_steps):
-  write_small_data(tmp_path)
-  out = tmp_path / 'out'
-  with Cluster(tmp_path, **sizes) as cluster:
-    arguments = ['--data_dir', tmp_path, '--checkpoint_dir', out, '--batch_size', 2]
-    if 'chief' in sizes:
-      images = 3 * 2 * 3
-      cluster.start_all(*arguments, '--max_steps', 3)
-    else:
-      # The last worker takes more images than the chief; the epochs count them all: 15 of 200.
-      images = 3 * (2 + 3)
-      arguments += ['--epochs', images / 200]
-      cluster.start('ps', 0)
-      cluster.start('worker', 0, *arguments)
-      cluster.start('worker', 1, *arguments, '--batch_size', 3)
-    assert set(cluster.ends()) == {0}
-    for task in cluster.processes:
-      assert_readable(cluster.text(*task))
-    chief, other = (('chief', 0), ('worker', 0)) if 'chief' in sizes else (('worker', 0), ('worker', 1))
-    workers = sizes['worker'] + sizes.get('chief', 0)
-    assert 'step 3/3' in cluster.text(*chief) and 'global batch %d' % (2 * workers) in cluster.text(*chief)
-    assert 'images/s here' in cluster.text(*other) and 'images/s here' not in cluster.text(*chief)
-    if 'evaluator' in sizes:
-      assert 'model.ckpt-3\naccuracy' in cluster.text('evaluator', 0)
-    if again:
-      # With nothing left to do: all wait for the last worker to come, and end.
-      cluster.start('ps', 0)
-      cluster.start('worker', 0, *arguments)
-      cluster.wait_for(lambda: 'nothing to do' in cluster.text('worker', 0))
-      cluster.start('worker', 1, *arguments)
-      assert set(cluster.ends()) == {0}
-  # Every worker had its share in every update, and no more.
-  assert value_of(out, 'global_step') == 3 and value_of(out, 'images_seen') == images
-  shapes = tf.train.NewCheckpointReader(network.find_checkpoint(str(out))).get_variable_to_shape_map()
-  assert shapes == tf.train.NewCheckpointReader(network.find_checkpoint(two_steps)).get_variable_to_shape_map()
-  assert len([name for name in os.listdir(str(out)) if name.startswith('events')]) == 1 + again  # the chief's
-  if again:  # otherwise the evaluator, which is val.py, shows it
-    assert 'model.ckpt-3\naccuracy' in run_script('val.py', out, '--data_dir', tmp_path).stdout
-
-
-# train.py on fixed records: the first half for the first worker, the second for the second, all for a process alone.
+# train.py on fixed records: the first half for the first worker, the second for the second.
 FIXED_INPUT = """
 import json, os, sys
 sys.path[:0] = [{root!r}, {tests!r}]
-import data_input, train, test_train
+import conftest, data_input, train
 
-class Fixed(test_train.FixedData):
+class Fixed(conftest.FixedData):
   filenames = ['here/fixed']
 
   def __init__(self, _, batch_size, *__):
     super().__init__(batch_size)
-    self._next = batch_size * json.loads(os.environ.get('TF_CONFIG', '{{"task": {{"index": 0}}}}'))['task']['index']
+    self._next = batch_size * json.loads(os.environ['TF_CONFIG'])['task']['index']
 
 train.data_input = Fixed
 data_input.run(train.main, train.FLAGS, '')
 """
 
 
-def test_two_workers_make_the_first_update_of_one_process_with_twice_the_batch(tmp_path):
-  import test_train
-  from conftest import ROOT
-
-  script = str(tmp_path / 'fixed.py')
-  with open(script, 'w') as f:
-    f.write(FIXED_INPUT.format(root=ROOT, tests=os.path.join(ROOT, 'tests')))
-  arguments = ['--keep_prob', 1, '--max_steps', 1, '--epochs', 1, '--learning_rate', 0.1]
-  start = str(tmp_path / 'start')
-  os.mkdir(start)
-  with tf.Graph().as_default(), tf.Session() as session:
-    train.build(test_train.FixedData(64), ['/cpu:0'], 1, 0.1, 0.9, 1)
-    session.run(tf.global_variables_initializer())
-    draw = np.random.RandomState(1)
-    for variable in tf.trainable_variables():  # as in test_train.after_one_step: no ReLU is near zero
-      shape = variable.shape.as_list()
-      value = draw.normal(scale=0.3 / np.sqrt(np.prod(shape[:-1])), size=shape) if len(shape) > 1 else np.ones(shape)
-      variable.load(value, session)
-    tf.train.Saver().save(session, os.path.join(start, 'model.ckpt'), 0, write_meta_graph=False)
-  folders = {}
-  for who in ('one', 'two'):
-    folders[who] = str(tmp_path / who)
-    os.mkdir(folders[who])
-    for name in os.listdir(start):
-      os.symlink(os.path.join(start, name), os.path.join(folders[who], name))
-  done = subprocess.run(
-    [sys.executable, script, '--batch_size', '128', '--checkpoint_dir', folders['one']] + list(map(str, arguments))
-  )
-  assert done.returncode == 0
-  with Cluster(tmp_path, script, ps=1, worker=2) as cluster:
-    cluster.start_all('--batch_size', 64, '--checkpoint_dir', folders['two'], *arguments)
+def test_two_workers_make_the_first_update_of_one_process_with_twice_the_batch(one_tower, tmp_path):
+  out, script = tmp_path / 'out', tmp_path / 'fixed.py'
+  out.mkdir()
+  for name in os.listdir(one_tower.start):
+    os.symlink(os.path.join(one_tower.start, name), str(out / name))
+  script.write_text(FIXED_INPUT.format(root=ROOT, tests=os.path.join(ROOT, 'tests')))
+  with Cluster(tmp_path, str(script), ps=1, worker=2) as cluster:
+    cluster.start_all('--batch_size', 64, '--checkpoint_dir', out, '--keep_prob', 1, '--learning_rate', 0.1, '--epochs', 1,
+                      '--max_steps', 2, '--save_steps', 1)  # fmt: skip
     assert set(cluster.ends()) == {0}
-  readers = {who: tf.train.NewCheckpointReader(network.find_checkpoint(folder)) for who, folder in folders.items()}
-  for name in readers['one'].get_variable_to_shape_map():
-    one, two = (np.float64(readers[who].get_tensor(name)) for who in ('one', 'two'))
-    assert np.linalg.norm(two - one) <= 1e-4 * np.linalg.norm(one), name
-  assert readers['two'].get_tensor('images_seen') == 128
-  assert np.abs(readers['two'].get_tensor('conv1_1/weights/Momentum')).max() > 0
+    for words in ('global batch 128', 'resuming', 'step 2/2'):
+      assert words in cluster.text('worker', 0)
+    assert 'images/s here' in cluster.text('worker', 1) and 'images/s here' not in cluster.text('worker', 0)
+    for task in cluster.processes:
+      assert_readable(cluster.text(*task))
+  reader = tf.train.NewCheckpointReader(str(out / 'model.ckpt-1'))
+  assert_same_update(one_tower.values, {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()})
+  assert newest_step(out) == 2 and value_at(out, 2, 'global_step') == 2 and value_at(out, 2, 'images_seen') == 2 * 128
+  assert len([name for name in os.listdir(str(out)) if name.startswith('events')]) == 1  # the chief's
 
 
 def moved(graph, target):
@@ -220,7 +152,7 @@ def test_variables_are_spread_over_the_servers_and_cross_the_network_once_a_step
   cluster = train.Cluster(jobs, 'worker', index)
   with tf.Graph().as_default() as graph, tf.device(cluster.device):
     data = train.data_input(str(small_data), 4, 10, True)
-    model = train.build(data, ['/cpu:%d' % i for i in range(4)], 1, 0.1, 0.9, 0.5, cluster)
+    model = train.build(data, ['/cpu:0', '/cpu:1'], 1, 0.1, 0.9, 0.5, cluster)
     on = dict.fromkeys(cluster.homes, 0)
     for variable in tf.trainable_variables():
       (home,) = [home for home in on if variable.op.device.startswith(home.split('/cpu')[0])]
@@ -244,71 +176,110 @@ def test_variables_are_spread_over_the_servers_and_cross_the_network_once_a_step
 # ---- processes die
 
 
-@pytest.mark.parametrize('servers_too', [False, pytest.param(True, marks=pytest.mark.long)])
-def test_killed_workers_chiefs_and_parameter_servers_come_back(tmp_path, servers_too):
+@pytest.mark.parametrize(
+  'sizes, long',
+  [({'ps': 2, 'chief': 1, 'worker': 2}, False), pytest.param({'ps': 1, 'worker': 2}, True, marks=pytest.mark.long)],
+)
+def test_killed_workers_chiefs_and_parameter_servers_come_back_and_train_to_the_last_step(tmp_path, sizes, long):
   data, out = tmp_path / 'data', tmp_path / 'out'
   data.mkdir()
   write_small_data(data)
-  arguments = ['--data_dir', data, '--checkpoint_dir', out, '--batch_size', 2, '--epochs', 1000, '--save_steps', 3]
+  chief, other = 'chief' if 'chief' in sizes else 'worker', ('worker', 1)
+  workers = sizes['worker'] + sizes.get('chief', 0)
+  # The last worker takes more images than the others.
+  images = {'all': 2 * workers + 1, 'without the last': 2 * workers - 2}
 
-  with Cluster(tmp_path, ps=1, worker=2) as cluster:
+  with Cluster(tmp_path, **sizes) as cluster:
+
+    def start(*task, more=()):
+      arguments = ['--data_dir', data, '--checkpoint_dir', out, '--epochs', 1000, '--save_steps', 1]
+      cluster.start(*task, *arguments, '--batch_size', 3 if task == other else 2, *more)
 
     def one_more_save():
       saved = newest_step(out)
       cluster.wait_for(lambda: newest_step(out) > saved)
 
-    cluster.start_all(*arguments)
+    for job in sizes:
+      for index in range(sizes[job]):
+        start(job, index)
     cluster.wait_for(lambda: newest_step(out) > 0)
+    assert value_at(out, 1, 'images_seen') == images['all'] and value_at(out, 1, 'global_step') == 1
     # A worker: training goes on without it, and with it again.
-    assert cluster.signal('worker', 1) == -signal.SIGKILL
-    cluster.wait_for(lambda: 'worker 1 at %s does not answer' % cluster.jobs['worker'][1] in cluster.text('worker', 0))
+    assert cluster.signal(*other) == -signal.SIGKILL
+    name = 'worker 1 at %s ' % cluster.jobs['worker'][1]
+    cluster.wait_for(lambda: name + 'does not answer' in cluster.text(chief, 0))
     one_more_save()
-    cluster.start('worker', 1, *arguments)
-    cluster.wait_for(lambda: 'worker 1 at %s is back' % cluster.jobs['worker'][1] in cluster.text('worker', 0))
+    if not long:
+      # Updates leave two cores little for a start, so worker 0 pauses meanwhile. It still answers, so the chief waits for it.
+      cluster.processes['worker', 0].send_signal(signal.SIGSTOP)
+    start(*other)
+    cluster.wait_for(lambda: name + 'is back' in cluster.text(chief, 0))
+    if not long:
+      cluster.processes['worker', 0].send_signal(signal.SIGCONT)
+      assert cluster.text(chief, 0).count('does not answer') == 1
     one_more_save()
-    # The chief: it resumes from its last checkpoint, and the worker goes on.
-    assert cluster.signal('worker', 0) == -signal.SIGKILL
+    # The chief: it resumes from its last checkpoint, and the workers go on.
+    assert cluster.signal(chief, 0) == -signal.SIGKILL
     saved = network.checkpoint_step(network.resume_point(str(out)))  # of a save that was cut there may be whole files, too
-    cluster.start('worker', 0, *arguments)
-    one_more_save()
-    assert 'resuming %s' % (out / ('model.ckpt-%d, step %d ' % (saved, saved))) in cluster.text('worker', 0)
-    if servers_too:
+    images_seen = value_at(out, saved, 'images_seen')
+    resuming = 'resuming ' + str(out / 'model.ckpt-%d, step %d of ')
+    if long:
+      start(chief, 0)
+      one_more_save()
+      assert resuming % (saved, saved) in cluster.text(chief, 0)
       # The chief's data: its end is not that of training.
       data.rename(tmp_path / 'gone')
       os.mkdir(str(data))
-      assert cluster.processes['worker', 0].wait(120) == 1
-      (line,) = [line for line in cluster.text('worker', 0).splitlines() if line.startswith('error: ')]
+      assert cluster.processes[chief, 0].wait(120) == 1
+      (line,) = [line for line in cluster.text(chief, 0).splitlines() if line.startswith('error: ')]
       assert 'reading the training data failed' in line and str(data) in line and 'No such file' in line
       time.sleep(2)
-      assert cluster.processes['ps', 0].poll() is None and cluster.processes['worker', 1].poll() is None
+      assert cluster.processes['ps', 0].poll() is None and cluster.processes[other].poll() is None
       os.rmdir(str(data))
       (tmp_path / 'gone').rename(data)
-      cluster.start('worker', 0, *arguments)
+      start(chief, 0)
       one_more_save()
       # The parameter server: both say so and start again when it is back.
       assert cluster.signal('ps', 0) == -signal.SIGKILL
       line = 'waiting for ps 0 at %s' % cluster.jobs['ps'][0]
-      cluster.wait_for(lambda: line in cluster.text('worker', 0) and line in cluster.text('worker', 1))
-      cluster.start('ps', 0)
+      cluster.wait_for(lambda: line in cluster.text(chief, 0) and line in cluster.text(*other))
+      start('ps', 0)
       one_more_save()
       # Again, so soon that nobody has looked.
       assert cluster.signal('ps', 0) == -signal.SIGKILL
-      cluster.start('ps', 0)
+      start('ps', 0)
+      cluster.wait_for(lambda: all(cluster.text(*task).count('lost a parameter server') == 2 for task in [(chief, 0), other]))
       one_more_save()
-      for index in range(2):
-        assert cluster.text('worker', index).count('lost a parameter server') == 2
-
-    # Signals: a worker leaves; then all at once, and the chief saves before its parameter server goes.
-    assert cluster.signal('worker', 1, signal.SIGTERM) == 143
-    cluster.wait_for(lambda: 'worker 1 at %s has left' % cluster.jobs['worker'][1] in cluster.text('worker', 0))
-    for process in cluster.processes.values():
-      process.send_signal(signal.SIGTERM)
-    assert set(cluster.ends()) == {143}
-    assert 'the steps since the last save are lost' not in cluster.text('worker', 0)
-    steps = [int(step) for step in re.findall(r'step (\d+)/', cluster.text('worker', 0))]
-    assert newest_step(out) >= max(steps) and value_of(out, 'global_step') == newest_step(out)
+      assert cluster.signal(chief, 0) == -signal.SIGKILL
+      saved = network.checkpoint_step(network.resume_point(str(out)))
+      images_seen = value_at(out, saved, 'images_seen')
+    # Two steps more. A chief takes all workers to be like itself, so it expects --epochs to take three, until it has counted.
+    last = saved + 2
+    end = ['--epochs', (images_seen + 2 * images['all'] - 0.5) / 200] if long else ['--max_steps', last]
+    assert not (out / network.TRAINING_DONE).exists()
+    start(chief, 0, more=end)
+    assert set(cluster.ends()) == {0}
+    text = cluster.text(chief, 0)
+    assert resuming % (saved, saved) + '%d\n' % (last + long) in text and 'step %d/%d ' % (last, last) in text
+    assert 'global batch %d;' % (2 * workers) in text
+    if long:
+      # With nothing left to do: all wait for the last worker to come, and end.
+      for task in [('ps', 0), (chief, 0)]:
+        start(*task, more=end)
+      cluster.wait_for(lambda: 'nothing to do' in cluster.text(chief, 0))
+      start(*other)
+      assert set(cluster.ends()) == {0}
     for task in cluster.processes:
       assert_readable(cluster.text(*task))
+  # Every worker had its share in every update, and no more.
+  assert newest_step(out) == last and value_at(out, last, 'global_step') == last and (out / network.TRAINING_DONE).exists()
+  assert value_at(out, last, 'images_seen') == images_seen + 2 * images['all']
+  with tf.Graph().as_default():
+    assert val.Validation(str(data), 40, 2, None)(str(out))['total'] == 40
+  if not long:
+    # Each update took the images of all workers or, while the last was out, of the others.
+    out_for = (saved * images['all'] - images_seen) / (images['all'] - images['without the last'])
+    assert out_for in range(1, saved - 1)
 
 
 def test_a_parameter_server_stays_until_every_worker_has_ended(tmp_path):
@@ -326,16 +297,29 @@ def test_a_parameter_server_stays_until_every_worker_has_ended(tmp_path):
     assert cluster.ends() == [0]
 
 
-def test_a_signal_ends_who_waits_for_a_parameter_server(tmp_path):
+def test_signals_end_who_waits_and_all_at_once_after_a_save(tmp_path):
   write_small_data(tmp_path)
+  out = tmp_path / 'out'
+  arguments = ['--data_dir', tmp_path, '--checkpoint_dir', out, '--batch_size', 2]
   with Cluster(tmp_path, ps=1, worker=2) as cluster:
     for index in range(2):
-      cluster.start('worker', index, '--data_dir', tmp_path, '--checkpoint_dir', tmp_path / 'out', '--batch_size', 2)
+      cluster.start('worker', index, *arguments)
     cluster.wait_for(lambda: all('waiting for ps 0' in cluster.text('worker', k) for k in range(2)))
     assert cluster.signal('worker', 0, signal.SIGTERM) == 143
     assert cluster.signal('worker', 1, signal.SIGINT) == 130
-    for index in range(2):
-      assert_readable(cluster.text('worker', index))
+    cluster.start_all(*arguments)
+    cluster.wait_for(lambda: 'step 1/' in cluster.text('worker', 0))
+    # A worker leaves; then all at once, and the chief saves before its parameter server goes.
+    assert cluster.signal('worker', 1, signal.SIGTERM) == 143
+    cluster.wait_for(lambda: 'worker 1 at %s has left' % cluster.jobs['worker'][1] in cluster.text('worker', 0))
+    for process in cluster.processes.values():
+      process.send_signal(signal.SIGTERM)
+    assert set(cluster.ends()) == {143}
+    (saved,) = map(int, re.findall(r'saved step (\d+) in ', cluster.text('worker', 0)))
+    assert newest_step(out) == saved > 0 and value_at(out, saved, 'global_step') == saved
+    assert not (out / network.TRAINING_DONE).exists()
+    for task in cluster.processes:
+      assert_readable(cluster.text(*task))
 
 
 # ---- what is wrong with a TF_CONFIG

@@ -14,7 +14,16 @@ import time
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
-from conftest import assert_readable, clean_error, command, mistake, run_script, write_small_data
+from conftest import (
+  after_one_step,
+  assert_readable,
+  assert_same_update,
+  clean_error,
+  command,
+  mistake,
+  run_script,
+  write_small_data,
+)
 
 import data_input
 import network
@@ -67,54 +76,11 @@ def test_learning_rate_warms_up_then_follows_half_a_cosine_to_zero():
 # ---- towers
 
 
-class FixedData(object):
-  """The same 128 records each step, dealt out to the towers in turn: what data_input is to train.build."""
-
-  num_classes, num_records = 10, 1000
-
-  def __init__(self, batch_size):
-    draw = np.random.RandomState(0)
-    self._images = draw.normal(size=[128, 28, 28, 3]).astype(np.float32)
-    self._labels = np.eye(10, dtype=np.float32)[draw.randint(0, 10, 128)]
-    self.batch_size, self.queue_fill, self._next = batch_size, tf.constant(1.0), 0
-
-  def next_batch(self):
-    start, self._next = self._next, self._next + self.batch_size
-    return tf.constant(self._images[start : self._next]), tf.constant(self._labels[start : self._next])
-
-
-def after_one_step(num_towers):
-  """Every variable after one update of `num_towers` towers that share 128 records; the report; the graph's op types."""
-  devices = ['/cpu:%d' % i for i in range(num_towers)]
-  with tf.Graph().as_default() as graph, tf.Session(config=network.session_config(num_towers)) as session:
-    model = train.build(FixedData(128 // num_towers), devices, 1, 0.1, 0.9, keep_prob=1)
-    session.run(tf.global_variables_initializer())
-    draw = np.random.RandomState(1)
-    for variable in tf.trainable_variables():
-      # Biases keep every ReLU open. A product rounds otherwise for another batch size, by 1e-7; where that shuts a
-      # single ReLU out of a million near zero, gradients differ by up to 2e-3, on whatever towers.
-      shape = variable.shape.as_list()
-      value = draw.normal(scale=0.3 / np.sqrt(np.prod(shape[:-1])), size=shape) if len(shape) > 1 else np.ones(shape)
-      variable.load(value, session)
-    _, report = session.run([model.train_op, model.report])
-    values = session.run({variable.op.name: variable for variable in tf.global_variables()})
-    assert len(tf.trainable_variables()) == 38
-  return values, report, collections.Counter(op.type for op in graph.get_operations())
-
-
-def test_four_towers_of_32_make_the_update_of_one_tower_of_128():
-  (one, report, _), (four, report_of_four, _) = after_one_step(1), after_one_step(4)
-  assert sorted(one) == sorted(four) and not [name for name in four if 'tower' in name]
-  assert one['global_step'] == four['global_step'] == 1 and one['global_step'].dtype == np.int64
-  assert one['images_seen'] == four['images_seen'] == 128
-  for name in one:
-    # After one step the accumulator of the momentum is the gradient, weight decay included.
-    difference = np.linalg.norm(four[name] - one[name].astype(np.float64))
-    assert difference < 1e-4 * max(np.linalg.norm(one[name].astype(np.float64)), 1e-30), name
-    if name.endswith('/Momentum'):
-      assert np.abs(one[name]).max() > 0, name
-  for name in report:
-    assert report_of_four[name] == pytest.approx(report[name], rel=1e-4), name
+def test_four_towers_of_32_make_the_update_of_one_tower_of_128(one_tower):
+  four_towers = after_one_step(4)
+  assert_same_update(one_tower.values, four_towers.values)
+  for name in one_tower.report:
+    assert four_towers.report[name] == pytest.approx(one_tower.report[name], rel=1e-4), name
 
 
 @pytest.mark.parametrize('keep_prob', [0.5, 1])

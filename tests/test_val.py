@@ -116,24 +116,32 @@ def test_all_ranks_every_checkpoint_and_names_the_best(test_set, three_checkpoin
 
 
 def test_watch_validates_each_new_checkpoint_once_until_training_is_done(test_set, three_checkpoints, tmp_path):
-  folder = tmp_path / 'watched'
-  arguments = command('val.py', '--watch', '--checkpoint_dir', folder, '--data_dir', test_set[0])
-  with open(str(tmp_path / 'out'), 'w') as out, subprocess.Popen(arguments, stdout=out, stderr=subprocess.PIPE) as process:
-    try:
-      for step in (7, 20):
-        folder.mkdir(exist_ok=True)
-        for name in ('.data-00000-of-00001', '.index'):
-          shutil.copy(os.path.join(three_checkpoints, 'model.ckpt-%d' % step) + name, str(folder))
-        for _ in range(300):
-          if 'model.ckpt-%d' % step in (tmp_path / 'out').read_text():
-            break
-          time.sleep(0.2)
-      (folder / network.TRAINING_DONE).touch()
-      stderr = process.communicate(timeout=30)[1].decode()
-    finally:
+  folder, arguments = tmp_path / 'watched', ['--checkpoint_dir', tmp_path / 'watched', '--data_dir', test_set[0]]
+  # A cluster's evaluator does the same.
+  evaluator = dict(os.environ, TF_CONFIG='{"cluster": {"chief": ["a:1"]}, "task": {"type": "evaluator", "index": 0}}')
+  outs, processes = [tmp_path / 'out of val.py', tmp_path / 'out of train.py'], []
+  try:
+    for out, words, environ in zip(outs, [['val.py', '--watch'], ['train.py']], [None, evaluator]):
+      with open(str(out), 'w') as f:
+        processes.append(subprocess.Popen(command(*words, *arguments), stdout=f, stderr=subprocess.PIPE, env=environ))
+    for step in (7, 20):
+      folder.mkdir(exist_ok=True)
+      for name in ('.data-00000-of-00001', '.index'):
+        shutil.copy(os.path.join(three_checkpoints, 'model.ckpt-%d' % step) + name, str(folder))
+      for _ in range(300):
+        if all('model.ckpt-%d\naccuracy' % step in out.read_text() for out in outs):
+          break
+        time.sleep(0.2)
+    (folder / network.TRAINING_DONE).touch()
+    for process, out in zip(processes, outs):
+      stderr = process.communicate(timeout=40)[1].decode()
+      assert process.returncode == 0, stderr
+      assert_readable(stderr)
+      assert re.findall(r'model.ckpt-(\d+)', out.read_text()) == ['7', '20']
+  finally:
+    for process in processes:
       process.kill()
-  assert process.returncode == 0, stderr
-  assert re.findall(r'model.ckpt-(\d+)', (tmp_path / 'out').read_text()) == ['7', '20']
+      process.wait()
 
 
 def test_wrong_input_is_a_clean_error(test_set, wide_awake, tmp_path):
