@@ -426,8 +426,9 @@ class Cluster(tf.train.SessionRunHook):
 
   @staticmethod
   def _pause(since):
-    """Sleeps between two looks at the board: a twentieth of the wait so far, at most 0.5 s, for a look costs milliseconds here and
-    at a server, and the two or more processes that wait for one may be on its machine.
+    """Sleeps before the next look at the board: a twentieth of the wait so far, 0.5 s at most.
+
+    A look takes milliseconds of this process and of a server, which may share their machine with those that are waited for.
     """
     time.sleep(min(max(POLL_SECONDS, 0.05 * (time.time() - since)), 0.5))
 
