@@ -33,11 +33,14 @@ CHATTER = (
 )
 
 
+TIMEOUT = 180  # seconds after which a process counts as hung; on a busy machine a mere start may take 20
+
+
 def command(name, *arguments):
   return [sys.executable, os.path.join(ROOT, name)] + [str(argument) for argument in arguments]
 
 
-def run_script(script, *arguments, status=0, timeout=150, **options):
+def run_script(script, *arguments, status=0, **options):
   """Runs a script as a command; its exit status must be `status`. Returns the completed process, outputs as text."""
   options.setdefault('stdout', subprocess.PIPE)
   environ = dict(os.environ, PYTHONIOENCODING='utf-8')
@@ -45,7 +48,7 @@ def run_script(script, *arguments, status=0, timeout=150, **options):
     environ.pop(name, None)
   environ.update(options.pop('env', {}))
   done = subprocess.run(
-    command(script, *arguments), stderr=subprocess.PIPE, encoding='utf-8', timeout=timeout, env=environ, **options
+    command(script, *arguments), stderr=subprocess.PIPE, encoding='utf-8', timeout=TIMEOUT, env=environ, **options
   )
   assert done.returncode == status, done.stderr
   return done

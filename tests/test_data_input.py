@@ -270,7 +270,7 @@ def test_the_folder_and_its_parent_both_work(tmp_path):
 def test_a_file_as_data_dir_is_a_clean_error(small_data):
   path = small_data / 'test_batch.bin'
   assert '%s is a file' % path in mistake(data_input, '--data_dir', path)
-  line = clean_error('train.py', '--data_dir', path, '--checkpoint_dir', small_data / 'none', timeout=20)
+  line = clean_error('train.py', '--data_dir', path, '--checkpoint_dir', small_data / 'none')
   assert '%s is a file' % path in line and not (small_data / 'none').exists()
 
 
@@ -433,7 +433,7 @@ def test_help_of_every_script(script):
   'script, word', [('val.py', 'two words'), ('toTFRecords.py', 'one')]
 )  # val.py takes one: the checkpoint
 def test_a_word_too_many_is_a_clean_error(script, word):
-  assert "unexpected word '%s'" % word in clean_error(script, 'one', 'two words', timeout=20)
+  assert "unexpected word '%s'" % word in clean_error(script, 'one', 'two words')
 
 
 def test_a_full_disk_under_stdout_is_not_success():

@@ -125,7 +125,7 @@ def test_wrong_paths_are_clean_errors_with_an_empty_stdout(tmp_path, wide_awake)
   for name in ('none', '', 'cut'):
     line = mistake(test_tfrecords, '--tfrecords', tmp_path / name, '--checkpoint_dir', wide_awake)
     assert str(tmp_path / name) in line and 'toTFRecords.py' in line
-  assert 'no checkpoint' in clean_error('test_tfrecords.py', '--tfrecords', path, '--checkpoint_dir', tmp_path, timeout=20)
+  assert 'no checkpoint' in clean_error('test_tfrecords.py', '--tfrecords', path, '--checkpoint_dir', tmp_path)
 
 
 def test_a_full_disk_is_not_success(tmp_path, wide_awake):

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
-from conftest import assert_readable, clean_error, command, mistake, run_script
+from conftest import TIMEOUT, assert_readable, clean_error, command, mistake, run_script
 from PIL import Image
 
 import toTFRecords
@@ -216,7 +216,7 @@ def test_a_killed_conversion_leaves_nothing_that_looks_complete(tmp_path):
       while process.poll() is None and not list(tmp_path.glob('out*.partial')):
         time.sleep(0.01)
       process.send_signal(number)
-      _, stderr = process.communicate(timeout=30)
+      _, stderr = process.communicate(timeout=TIMEOUT)
     assert process.returncode == status, stderr
     assert sorted(os.listdir(str(tmp_path)))[0] == 'many' and not os.path.exists(str(tmp_path / 'out'))
     if number != signal.SIGKILL:

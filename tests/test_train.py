@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 from conftest import (
+  TIMEOUT,
   after_one_step,
   assert_readable,
   assert_same_update,
@@ -307,7 +308,7 @@ def test_a_signal_saves_and_ends_the_run_in_order(small_data, tmp_path, number, 
       time.sleep(1)  # the session is being made, or the queue fills
     start = time.time()
     process.send_signal(number)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=TIMEOUT)
   assert process.returncode == status, stderr
   assert time.time() - start < 20 and not stdout
   assert_readable(stderr)

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import tensorflow.compat.v1 as tf
-from conftest import assert_readable, clean_error, command, logits_of, mistake, random_records, run_script
+from conftest import TIMEOUT, assert_readable, clean_error, command, logits_of, mistake, random_records, run_script
 from PIL import Image
 
 import network
@@ -134,7 +134,7 @@ def test_watch_validates_each_new_checkpoint_once_until_training_is_done(test_se
         time.sleep(0.2)
     (folder / network.TRAINING_DONE).touch()
     for process, out in zip(processes, outs):
-      stderr = process.communicate(timeout=40)[1].decode()
+      stderr = process.communicate(timeout=TIMEOUT)[1].decode()
       assert process.returncode == 0, stderr
       assert_readable(stderr)
       assert re.findall(r'model.ckpt-(\d+)', out.read_text()) == ['7', '20']
@@ -150,7 +150,7 @@ def test_wrong_input_is_a_clean_error(test_set, wide_awake, tmp_path):
   for path in ('missing', 'empty', 'empty/model.ckpt-3'):
     line = mistake(val, '--checkpoint_dir', tmp_path / path, '--data_dir', folder)
     assert str(tmp_path / path) in line and 'train.py' in line
-  assert clean_error('val.py', tmp_path / path, '--data_dir', folder, timeout=20) == 'error: ' + line
+  assert clean_error('val.py', tmp_path / path, '--data_dir', folder) == 'error: ' + line
   assert '--watch' in mistake(val, '--all', '--watch')
   assert '--errors' in mistake(val, wide_awake, '--data_dir', folder, '--errors', tmp_path / 'errors.png', '--all')
   assert 'test_batch.bin is a file' in mistake(val, wide_awake, '--data_dir', folder / 'test_batch.bin')
@@ -183,7 +183,7 @@ def test_validation_during_training_that_deletes_checkpoints(test_set, resumable
       assert process.poll() is None
     finally:
       process.terminate()
-      stderr = process.communicate(timeout=60)[1].decode()
+      stderr = process.communicate(timeout=TIMEOUT)[1].decode()
   assert process.returncode == 143, stderr
   assert len(steps) > 1
 
