@@ -10,6 +10,7 @@ Run again in the same folder, it goes on where it was. Ctrl-C or SIGTERM saves f
 """
 
 import collections
+import functools
 import glob
 import json
 import math
@@ -402,17 +403,18 @@ class Cluster(tf.train.SessionRunHook):
         averages.append((accumulators[-1].take_grad(self._fed_workers), variable))
     with tf.device(self.homes[0]), tf.variable_scope('board'):
       # In a collection of its own: it is no part of the model and of its checkpoints.
-      board = [tf.get_variable(name, [], tf.int64, tf.zeros_initializer(), trainable=False, use_resource=True, collections=['board'])
-               for name in ['ticket'] + [kind % worker for kind in ('%s_%d', '%s_%d_images') for worker in self.workers]]  # fmt: skip
-      self._clear_board = tf.variables_initializer(board)
-      entries = [entry.read_value() for entry in board[: 1 + len(self.workers)]]
-      self._read_ticket, self._read_own = entries[0], entries[1 + self.rank]
-      with tf.control_dependencies(entries):  # written before the ticket, read after it
-        self._read_board = entries + [images.read_value() for images in board[1 + len(self.workers) :]]
-      self._put_ticket, self._sign = (entry.assign(self._fed_ticket).op for entry in (board[0], board[1 + self.rank]))
-      own_images = board[1 + len(self.workers) + self.rank].assign(self._own_images)
+      new = functools.partial(tf.get_variable, shape=[], dtype=tf.int64, initializer=tf.zeros_initializer(), trainable=False,
+                              use_resource=True, collections=['board'])  # fmt: skip
+      ticket, entries = new('ticket'), [new('%s_%d' % worker) for worker in self.workers]
+      images = [new('%s_%d_images' % worker) for worker in self.workers]
+      self._clear_board = tf.variables_initializer([ticket] + entries + images)
+      self._read_ticket, self._read_signed = ticket.read_value(), [entry.read_value() for entry in entries]
+      with tf.control_dependencies(self._read_signed):  # written before the entry, read after it
+        self._read_board = self._read_signed, [count.read_value() for count in images]
+      self._put_ticket, self._sign = (entry.assign(self._fed_ticket).op for entry in (ticket, entries[self.rank]))
+      own_images = images[self.rank].assign(self._own_images)
       with tf.control_dependencies(applied + [own_images.op]):
-        self._contribute = board[1 + self.rank].assign(self._fed_ticket).op
+        self._contribute = entries[self.rank].assign(self._fed_ticket).op
     self._set_tickets = [accumulator.set_global_step(self._fed_ticket) for accumulator in accumulators]
     self._count = [accumulator.num_accumulated() for accumulator in accumulators]
     self._discard = [accumulator.take_grad(1).op for accumulator in accumulators]
@@ -461,7 +463,7 @@ class Cluster(tf.train.SessionRunHook):
       return
     last = 0
     try:
-      last = session.run(self._read_board)[0]
+      last = session.run(self._read_ticket)
     except tf.errors.FailedPreconditionError:
       session.run(self._clear_board)
     # Of a chief before this one; it had all workers, and who is dead need not be waited for.
@@ -519,8 +521,8 @@ class Cluster(tf.train.SessionRunHook):
     began = time.time()
     probe = began + 1
     while not self._stop.signum:
-      board = session.run(self._read_board)
-      entries = dict(zip(self.workers, board[1:]))
+      signed, images = session.run(self._read_board)
+      entries = dict(zip(self.workers, signed))
       for worker, entry in entries.items():
         if entry == LEFT and worker in self._members and self._begun:
           self._dismiss(worker, 'has left')
@@ -530,7 +532,7 @@ class Cluster(tf.train.SessionRunHook):
       self._seen = entries
       self._awaited = [worker for worker in self.workers if worker in self._members and entries[worker] != self._ticket]
       if not self._awaited:
-        return [images for entry, images in zip(board[1:], board[1 + len(self.workers) :]) if entry == self._ticket]
+        return [count for entry, count in zip(signed, images) if entry == self._ticket]
       if self._begun and time.time() > probe:
         for worker in self._awaited:
           if not self._answers(worker):
@@ -548,7 +550,8 @@ class Cluster(tf.train.SessionRunHook):
     while not self._stop.signum:
       try:
         ticket = context.session.run(self._read_ticket)
-        self._ticket = self._ticket or context.session.run(self._read_own)  # of the process before, after a restart
+        # A restarted worker goes on from what the process before it has written.
+        self._ticket = self._ticket or context.session.run(self._read_signed[self.rank])
         if ticket == DONE:
           context.request_stop()
         if ticket > 0 and ticket != self._ticket:
@@ -570,7 +573,7 @@ class Cluster(tf.train.SessionRunHook):
       session.run(self._put_ticket, {self._fed_ticket: DONE})
       self._await(*self.workers[1:])
       while self._awaited:
-        entries = dict(zip(self.workers, session.run(self._read_board)[1:]))
+        entries = dict(zip(self.workers, session.run(self._read_signed)))
         # Who has been here and does not answer has ended; who has not been here yet would wait for the servers.
         self._awaited = [worker for worker in self.workers[1:]
                          if entries[worker] != LEFT and not (self._begun and not self._answers(worker))]  # fmt: skip
