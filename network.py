@@ -91,15 +91,16 @@ def multiply(x, kernel):
 
 
 def weights_and_biases(kernel_shape, live=1):
-  """He-normal kernel (He et al. 2015, arXiv:1502.01852) and zero biases, in the current variable scope.
+  """Values of a He-normal kernel (He et al. 2015, arXiv:1502.01852) and zero biases, variables of the current scope.
 
   `live`: the part of an output's inputs that are not padding, a mean over the outputs; the paper has none.
   """
   initializer = tf.initializers.variance_scaling(2 / live, 'fan_in', 'truncated_normal')
-  # Resource variables on either TensorFlow: reads are ordered with updates, and towers share their buffers.
+  # Resource variables on either TensorFlow: a value that was read is a snapshot, which no later update changes.
   kernel = tf.get_variable('weights', kernel_shape, initializer=initializer, use_resource=True)
   biases = tf.get_variable('biases', kernel_shape[-1:], initializer=tf.zeros_initializer(), use_resource=True)
-  return kernel, biases
+  # One read for both layer and weight decay: a kernel on another device crosses to a tower once.
+  return kernel.value(), biases.value()
 
 
 class NETWORK(object):
@@ -115,8 +116,7 @@ class NETWORK(object):
   Attributes:
     logits: float32 [batch, num_classes].
     cross_entropy: scalar, mean over the batch, in nats.
-    decayed: the kernels with weight decay: of the first convolution of each block, of fc6 and of fc7.
-    weight_decay: scalar, 0.0004 times their l2_loss.
+    weight_decay: scalar, 0.0004 times the l2_loss of the kernels of fc6, fc7 and the first convolution of each block.
     losses: scalar, cross_entropy + weight_decay.
     layers: list of (name, output shape without batch, parameters, multiply-adds that one image needs).
 
@@ -129,7 +129,7 @@ class NETWORK(object):
     self.keep_prob = keep_prob if is_training else 1
     self.num_classes = num_classes
     self.layers = []
-    self.decayed = []
+    self._decayed = []
     self.logits = self.inference()
     if label_batch is not None:
       self.losses = self.loss()
@@ -174,14 +174,14 @@ class NETWORK(object):
 
   def _note(self, name, y, kernel, biases, decayed, multiply_adds):
     if decayed:
-      self.decayed.append(kernel)
+      self._decayed.append(kernel)
     parameters = kernel.shape.num_elements() + biases.shape.num_elements()
     self.layers.append((name, y.shape.as_list()[1:], parameters, multiply_adds))
 
   def loss(self):
     """Mean cross-entropy plus weight decay, a scalar; keeps both parts as attributes."""
     self.cross_entropy = tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits_v2(labels=self.label_batch, logits=self.logits))
-    self.weight_decay = WEIGHT_DECAY * tf.add_n([tf.nn.l2_loss(kernel) for kernel in self.decayed])
+    self.weight_decay = WEIGHT_DECAY * tf.add_n([tf.nn.l2_loss(kernel) for kernel in self._decayed])
     return self.cross_entropy + self.weight_decay
 
 

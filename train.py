@@ -147,23 +147,6 @@ def average_gradients(tower_grads, device=None):
   return average
 
 
-def read_at_home(variable):
-  """The value, read on the variable's device; `read_value` of TensorFlow 2.x would do that where its cached copy is."""
-  with tf.device(variable.device):
-    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
-
-
-def add_weight_decay(gradients, decayed):
-  """Adds the gradient of the decay of the variables `decayed`, once for all towers and where each variable lives."""
-  sums = []
-  for gradient, variable in gradients:
-    if any(variable is kernel for kernel in decayed):
-      with tf.device(variable.device):
-        gradient += network.WEIGHT_DECAY * read_at_home(variable)
-    sums.append((gradient, variable))
-  return sums
-
-
 def tower_loss(data, keep_prob):
   """One tower on its own batch: the network, and the fraction of the batch that it has right."""
   image_batch, label_batch = data.next_batch()
@@ -203,19 +186,19 @@ def build(data, devices, epochs, peak, momentum, keep_prob, cluster=None):
       # From parameter servers each variable is fetched once a step, not once a tower.
       with tf.variable_scope('', reuse=i > 0, caching_device=here):
         tower, accuracy = tower_loss(data, keep_prob)
-      tower_grads.append(optimizer.compute_gradients(tower.cross_entropy, tf.trainable_variables()))
+      tower_grads.append(optimizer.compute_gradients(tower.losses, tf.trainable_variables()))
       towers.append(tower)
       accuracies.append(accuracy)
   gradients = average_gradients(tower_grads, here)
   if cluster:
     contribute, gradients = cluster.average(gradients)
-  # The loss that is shown is of the variables before the update; a cluster's chief computes it in an earlier run.
-  with tf.control_dependencies([] if cluster else [towers[0].weight_decay]):
-    update = optimizer.apply_gradients(add_weight_decay(gradients, towers[0].decayed), global_step)
+  # An update must copy a variable whose old value is still to be used; a cluster's chief computes its loss in an earlier run.
+  with tf.control_dependencies([] if cluster else [tower.losses for tower in towers]):
+    update = optimizer.apply_gradients(gradients, global_step)
 
   with tf.device('/cpu:0'):
     cross_entropy = tf.add_n([tower.cross_entropy for tower in towers]) / len(towers)
-    loss = cross_entropy + towers[0].weight_decay  # every tower's is the same
+    loss = tf.add_n([tower.losses for tower in towers]) / len(towers)
     # A layer's bias gradient sums all that flows back through it, so these small ones show a NaN in any.
     small = [loss] + [gradient for gradient, variable in gradients if variable.shape.ndims == 1]
     finite = tf.reduce_all([tf.reduce_all(tf.is_finite(value)) for value in small])
@@ -628,7 +611,7 @@ class CheckpointHook(tf.train.SessionRunHook):
     for variable in tf.global_variables():
       with tf.device(variable.device):
         if variable.dtype.is_floating:
-          finite.append(tf.reduce_all(tf.is_finite(read_at_home(variable))))
+          finite.append(tf.reduce_all(tf.is_finite(variable.value())))
     self._all_finite = tf.reduce_all(finite)
 
   def after_create_session(self, session, _):
