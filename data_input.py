@@ -532,11 +532,13 @@ def benchmark(data_dir, batch_size=128, seconds=5):
   """images/s of the training queue, once it runs."""
   with tf.Graph().as_default(), tf.Session(config=NO_GPU) as session:
     fetch = data_input(data_dir, batch_size, len(CLASSES), True).image_batch.op
-    start = None
-    for batches, _ in enumerate(run_through(session, fetch)):
-      start = start if batches else time.time()
-      if time.time() > start + seconds:
-        return batches * batch_size / (time.time() - start)
+    with contextlib.closing(run_through(session, fetch)) as batches:
+      next(batches)  # waits until the queues are filled
+      start, images = time.time(), 0
+      while time.time() < start + seconds:
+        next(batches)
+        images += batch_size
+      return images / (time.time() - start)
 
 
 def main(_):

@@ -107,7 +107,6 @@ def main(_):
   names, logits = predict(FLAGS.tfrecords, count, FLAGS.checkpoint_dir, FLAGS.batch_size, FLAGS.num_threads)
   text = to_csv(names, logits, FLAGS.probabilities).replace(os.linesep, '\n')
   sys.stdout.buffer.write(text.encode('utf-8', 'surrogateescape'))
-  sys.stdout.flush()  # a full disk shows here, not after the exit status is settled
 
 
 if __name__ == '__main__':
