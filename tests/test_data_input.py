@@ -5,13 +5,24 @@ import os
 import socket
 import tarfile
 import threading
+import time
 
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
-from conftest import assert_readable, clean_error, mistake, random_records, run_script, write_records, write_small_data
+from conftest import (
+  SCRIPTS,
+  call,
+  mistake,
+  random_records,
+  run_in_one_process,
+  run_script,
+  write_records,
+  write_small_data,
+)
 
 import data_input
+import train
 from data_input import DataError
 
 
@@ -270,8 +281,8 @@ def test_the_folder_and_its_parent_both_work(tmp_path):
 def test_a_file_as_data_dir_is_a_clean_error(small_data):
   path = small_data / 'test_batch.bin'
   assert '%s is a file' % path in mistake(data_input, '--data_dir', path)
-  line = clean_error('train.py', '--data_dir', path, '--checkpoint_dir', small_data / 'none')
-  assert '%s is a file' % path in line and not (small_data / 'none').exists()
+  assert '%s is a file' % path in mistake(train, '--data_dir', path, '--checkpoint_dir', small_data / 'none')
+  assert not (small_data / 'none').exists()
 
 
 # ---- download
@@ -396,10 +407,9 @@ def test_whole_file_leaves_devices_alone_and_writes_through_links(tmp_path):
 # ---- run alone
 
 
-def test_synthetic_writes_ten_balanced_classes_and_replaces_nothing(tmp_path):
-  done = run_script('data_input.py', '--synthetic', '--data_dir', tmp_path, '--preview', tmp_path / 'sheet.png')
-  assert_readable(done.stderr)
-  rows = [line.split() for line in done.stdout.splitlines()]
+def test_synthetic_writes_ten_balanced_classes_and_replaces_nothing(tmp_path, capsys):
+  call(data_input, '--synthetic', '--data_dir', tmp_path, '--preview', tmp_path / 'sheet.png')
+  rows = [line.split() for line in capsys.readouterr().out.splitlines()]
   assert ['total', '12000'] + ['1200'] * 10 in rows and ['test_batch.bin', '2000'] + ['200'] * 10 in rows
 
   folder = tmp_path / data_input.FOLDER
@@ -416,24 +426,29 @@ def test_synthetic_writes_ten_balanced_classes_and_replaces_nothing(tmp_path):
   for label in range(10):
     first = records[records[:, 0] == label][0, 1:].reshape(3, 32, 32).transpose(1, 2, 0)
     assert (sheet[label * 96 : label * 96 + 96 : 3, :96:3] == first).all()
+    # Beside it the evaluation image: 2 pixels of black, then the standardised centre, its mean at 128.
+    pixels = first[2:30, 2:30].astype(float)
+    shown = ((pixels - pixels.mean()) / pixels.std() * 64 + 128).clip(0, 255)
+    tile = sheet[label * 96 : label * 96 + 96 : 3, 96:192:3]
+    assert abs(tile[2:30, 2:30] - shown).max() <= 1 and not tile[:2].any() and not tile[:, :2].any()
 
 
-def test_benchmark_prints_a_speed(small_data):
-  done = run_script('data_input.py', '--data_dir', small_data, '--benchmark')
-  assert int(done.stdout.split(' images/s')[0].split()[-1]) > 100
+def test_benchmark_counts_images_over_the_time_it_was_given(small_data):
+  start = time.time()
+  assert data_input.benchmark(str(small_data), batch_size=8, seconds=1) > 0
+  assert time.time() - start >= 1
 
 
-@pytest.mark.parametrize('script', ['data_input.py', 'network.py', 'train.py', 'val.py', 'toTFRecords.py', 'test_tfrecords.py'])
-def test_help_of_every_script(script):
-  text = run_script(script, '--help').stdout
-  assert 'python ' + script in text and 'alsologtostderr' not in text
-
-
-@pytest.mark.parametrize(
-  'script, word', [('val.py', 'two words'), ('toTFRecords.py', 'one')]
-)  # val.py takes one: the checkpoint
-def test_a_word_too_many_is_a_clean_error(script, word):
-  assert "unexpected word '%s'" % word in clean_error(script, 'one', 'two words')
+def test_help_and_stray_words_of_every_script():
+  lines = [[script, '--help'] for script in SCRIPTS] + [[script, 'one', 'two words'] for script in SCRIPTS]
+  ends = dict(zip(map(tuple, lines), run_in_one_process(*lines)))
+  for script in SCRIPTS:
+    text = ends[script, '--help'].stdout
+    assert ends[script, '--help'].status == 0 and 'python ' + script in text and 'alsologtostderr' not in text
+    word = 'two words' if script == 'val.py' else 'one'  # val.py takes one word: the checkpoint
+    assert ends[script, 'one', 'two words'].status == "error: unexpected word '%s' on the command line (see --help)" % word
+    assert not ends[script, 'one', 'two words'].stdout
+  assert '--num_gpus' in ends['train.py', '--help'].stdout and '--data_dir' in ends['data_input.py', '--help'].stdout
 
 
 def test_a_full_disk_under_stdout_is_not_success():

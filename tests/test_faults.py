@@ -1,6 +1,5 @@
 """Nothing lost, nothing wrong in silence: SIGKILL, damaged input, thread counts. Short forms here; `-m long` runs the long ones."""
 
-import faulthandler
 import io
 import os
 import random
@@ -26,13 +25,6 @@ from data_input import DataError
 
 long = pytest.mark.long
 FORMS = [pytest.param(False, id='short'), pytest.param(True, id='long', marks=long)]
-
-
-@pytest.fixture
-def no_hang():
-  """Ends the whole test run, with all stacks, where one case takes longer than its time; call it before each case."""
-  yield lambda: faulthandler.dump_traceback_later(60, exit=True)
-  faulthandler.cancel_dump_traceback_later()
 
 
 # ---- SIGKILL
@@ -63,13 +55,13 @@ def killed_run(data, folder, log, seconds):
 
 
 @pytest.mark.parametrize('is_long', FORMS)
-def test_sigkill_at_any_moment_loses_at_most_one_save_interval(tmp_path, is_long):
+def test_sigkill_at_any_moment_loses_at_most_one_save_interval(tmp_path, is_long, full_size):
   write_small_data(tmp_path)
   folder, draw, saved, lost = str(tmp_path / 'out'), random.Random(0), 0, []
   with tf.Graph().as_default():
     train.build(data_input.data_input(str(tmp_path), 2, 10, True), ['/cpu:0'], 1, 0.1, 0.9, 0.5)
     variables = tf.global_variables()
-    for _ in range(20 if is_long else 2):
+    for _ in range(20 if is_long else 1):
       reached = killed_run(str(tmp_path), folder, str(tmp_path / 'log'), draw.uniform(0, 7))
       for prefix in network.list_checkpoints(folder) if os.path.isdir(folder) else []:
         _, values = network.read_values(prefix, variables)
@@ -80,7 +72,8 @@ def test_sigkill_at_any_moment_loses_at_most_one_save_interval(tmp_path, is_long
       lost.append(max(reached, saved) - now_saved)
       saved = now_saved
   print('steps lost by each kill: %s; saved up to step %d' % (lost, saved))
-  run_script('train.py', '--data_dir', tmp_path, '--checkpoint_dir', folder, '--batch_size', 2, '--max_steps', saved + 2)
+  run_script('train.py', '--data_dir', tmp_path, '--checkpoint_dir', folder, '--batch_size', 2, '--max_steps', saved + 2,
+             full=True)  # fmt: skip
   reader = tf.train.NewCheckpointReader(network.find_checkpoint(folder))
   assert reader.get_tensor('global_step') == saved + 2 and reader.get_tensor('images_seen') == 2 * (saved + 2)
   assert not [name for name in os.listdir(folder) if 'temp' in name]
@@ -123,13 +116,12 @@ def damaged(content, draw):
 
 
 @pytest.mark.parametrize('is_long', FORMS)
-def test_damaged_bin_files_end_as_an_error_or_are_read_as_they_are(tmp_path, is_long, no_hang):
+def test_damaged_bin_files_end_as_an_error_or_are_read_as_they_are(tmp_path, is_long):
   draw, errors = random.Random(1), 0
   write_small_data(tmp_path, per_file=4)
   random_records(tmp_path / 'test_batch.bin', 12)
   names = data_input.TRAIN_FILES + data_input.TEST_FILES
   for _ in range(200 if is_long else 20):
-    no_hang()
     path = tmp_path / draw.choice(names)
     content = path.read_bytes()
     renamed = draw.random() < 0.1
@@ -168,14 +160,13 @@ def image_bytes(kind, draw):
 
 
 @pytest.mark.parametrize('is_long', FORMS)
-def test_damaged_images_end_as_an_error_or_as_what_pillow_sees(tmp_path, is_long, no_hang):
+def test_damaged_images_end_as_an_error_or_as_what_pillow_sees(tmp_path, is_long):
   draw, refused = random.Random(2), 0
   folder, output = str(tmp_path / 'images'), str(tmp_path / 'out')
   os.mkdir(folder)
   contents = {name: image_bytes(kind, draw) for name, kind in (('1.png', 'PNG'), ('2.JPG', 'JPEG'), ('3.gif', 'GIF'))}
   odd_names = ['4.png', '.4.png', '4.PNG', '4', '4.png ', '4.txt', 'a\nb.png', '4\'".png', '-4.png', '%d%s.png', '４.png']
   for _ in range(200 if is_long else 20):
-    no_hang()
     name = draw.choice(sorted(contents))
     odd = draw.choice(odd_names)
     files = dict(contents, **{name: damaged(contents[name], draw), odd: contents[name]})
@@ -212,7 +203,7 @@ def test_damaged_images_end_as_an_error_or_as_what_pillow_sees(tmp_path, is_long
 
 
 @pytest.mark.parametrize('is_long', FORMS)
-def test_damaged_tfrecords_end_as_an_error_or_as_whole_records(tmp_path, wide_awake, is_long, no_hang):
+def test_damaged_tfrecords_end_as_an_error_or_as_whole_records(tmp_path, wide_awake, is_long):
   draw, errors, path = random.Random(3), 0, str(tmp_path / 'a.tfrecords')
   images = np.random.RandomState(0).randint(0, 256, [6, 32, 32, 3]).astype(np.uint8)
   with tf.python_io.TFRecordWriter(path) as writer:
@@ -222,7 +213,6 @@ def test_damaged_tfrecords_end_as_an_error_or_as_whole_records(tmp_path, wide_aw
     content = f.read()
   record = len(content) // 6
   for i in range(200 if is_long else 20):
-    no_hang()
     new = damaged(content, draw) if i % 10 else content[: record * draw.randrange(7)]  # cut between two records, too
     with open(path, 'wb') as f:
       f.write(new)

@@ -9,16 +9,18 @@ import sys
 import numpy as np
 import pandas as pd
 import pytest
-import tensorflow.compat.v1 as tf
-from conftest import assert_readable, run_script
+from conftest import assert_readable, call, random_records, run_script, values_of
 from PIL import Image
 
-import network
+import test_tfrecords
+import toTFRecords
+import train
+import val
 from data_input import CLASSES
 
 
 def test_synthetic_train_val_convert_predict(tmp_path):
-  here = {'cwd': str(tmp_path)}
+  here = {'cwd': str(tmp_path), 'full': True}
   outputs = [run_script('data_input.py', '--synthetic', **here)]
   outputs.append(run_script('train.py', '--num_gpus', 4, '--batch_size', 16, '--max_steps', 4, '--seed', 1, **here))
   outputs.append(run_script('val.py', **here))
@@ -41,17 +43,18 @@ def test_synthetic_train_val_convert_predict(tmp_path):
   assert [int((table['label'] == name).sum()) for name in CLASSES] == predicted.tolist()
 
 
-def test_predictions_of_png_copies_are_the_classes_that_val_counts(tmp_path, wide_awake):
-  from conftest import random_records
-
+def test_predictions_of_png_copies_are_the_classes_that_val_counts(tmp_path, wide_awake_copy, capsysbinary):
   labels, images = random_records(tmp_path / 'test_batch.bin', 20, seed=9)
   (tmp_path / 'png').mkdir()
   for i, image in enumerate(images):
     Image.fromarray(image).save(str(tmp_path / 'png' / ('%d.png' % i)))
-  run_script('toTFRecords.py', '--image_dir', tmp_path / 'png', '--output', tmp_path / 'a')
-  done = run_script('test_tfrecords.py', '--tfrecords', tmp_path / 'a', '--checkpoint_dir', wide_awake)
-  predicted = np.array([CLASSES.index(name) for name in pd.read_csv(io.StringIO(done.stdout))['label']])
-  report = run_script('val.py', wide_awake, '--data_dir', tmp_path).stdout
+  call(toTFRecords, '--image_dir', tmp_path / 'png', '--output', tmp_path / 'a')
+  capsysbinary.readouterr()
+  call(test_tfrecords, '--tfrecords', tmp_path / 'a', '--checkpoint_dir', wide_awake_copy)
+  table = pd.read_csv(io.BytesIO(capsysbinary.readouterr().out))
+  predicted = np.array([CLASSES.index(name) for name in table['label']])
+  call(val, wide_awake_copy, '--data_dir', tmp_path)
+  report = capsysbinary.readouterr().out.decode()
   confusion = np.array([line.split()[1:] for line in report.splitlines()[-11:-1]], int)
   assert (confusion == pd.crosstab(labels, predicted).reindex(range(10), columns=range(10), fill_value=0).values).all()
   assert len(set(predicted)) >= 3
@@ -62,18 +65,19 @@ EXCHANGE = os.environ.get('CHECKPOINT_EXCHANGE')
 
 
 @pytest.mark.skipif(not EXCHANGE, reason='needs the checkpoints of both environments: run .ci/run')
-def test_checkpoints_of_the_other_tensorflow_are_read_and_trained_on(tmp_path):
+def test_checkpoints_of_the_other_tensorflow_are_read_and_trained_on(tmp_path, full_size, capsys):
   assert len(os.listdir(EXCHANGE)) == 2
   (other,) = [name for name in os.listdir(EXCHANGE) if name != '%d.%d' % sys.version_info[:2]]
   folder, data = (os.path.join(EXCHANGE, other, name) for name in ('checkpoints', 'data'))
   with open(os.path.join(EXCHANGE, other, 'val.txt')) as f:
     written = f.read()
-  read = run_script('val.py', folder, '--data_dir', data).stdout
+  call(val, folder, '--data_dir', data)
+  read = capsys.readouterr().out
   numbers = [[float(n) for n in re.findall(r'[\d.]+', text.split('accuracy', 1)[1])] for text in (written, read)]
   assert numbers[0] == pytest.approx(numbers[1], abs=2e-4)
 
   for name in glob.glob(os.path.join(folder, 'model.ckpt-2.*')):
     os.symlink(name, str(tmp_path / os.path.basename(name)))
-  run_script('train.py', '--data_dir', data, '--checkpoint_dir', tmp_path, '--batch_size', 4, '--max_steps', 3)
-  reader = tf.train.NewCheckpointReader(network.find_checkpoint(str(tmp_path)))
-  assert reader.get_tensor('global_step') == 3 and reader.get_tensor('images_seen') == 2 * 8 + 4
+  call(train, '--data_dir', data, '--checkpoint_dir', tmp_path, '--batch_size', 4, '--max_steps', 3)
+  values = values_of(tmp_path)
+  assert values['global_step'] == 3 and values['images_seen'] == 2 * 8 + 4

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
-from conftest import TIMEOUT, assert_readable, clean_error, command, mistake, run_script
+from conftest import PROCESS_SECONDS, call, clean_error, command, mistake
 from PIL import Image
 
 import toTFRecords
@@ -145,21 +145,24 @@ def test_unreadable_images_are_all_named_and_nothing_is_written(bad_folder, tmp_
   assert sorted(os.listdir(str(tmp_path))) == ['bad ones']
 
 
-def test_skip_unreadable_leaves_them_out_and_counts_them(bad_folder, tmp_path):
+def test_skip_unreadable_leaves_them_out_and_counts_them(bad_folder, tmp_path, capsys):
   for name in ('.DS_Store', 'Thumbs.db', 'readme.txt', '._1.png', 'labels.csv'):
     (bad_folder / name).write_bytes(b'x')
-  done = run_script('toTFRecords.py', '--image_dir', bad_folder, '--output', tmp_path / 'new' / 'out', '--skip_unreadable')
-  assert '10 written, 5 skipped, 0 resized' in done.stdout
-  assert list(contents(tmp_path / 'new' / 'out')) == ['%d.png' % i for i in range(10)]
-  (ignored,) = [line for line in done.stderr.splitlines() if 'ignored' in line]
+  save(bad_folder / '10.png', noise(size=64)[0])
+  call(toTFRecords, '--image_dir', bad_folder, '--output', tmp_path / 'new' / 'out', '--skip_unreadable')
+  printed = capsys.readouterr()
+  assert printed.out == '%s: 11 written, 5 skipped, 1 resized to 32x32\n' % (tmp_path / 'new' / 'out')
+  assert list(contents(tmp_path / 'new' / 'out')) == ['%d.png' % i for i in range(11)]
+  (skipped,) = [line for line in printed.err.splitlines() if 'skipped' in line]
+  assert skipped.startswith('5 skipped, unreadable: ') and 'page.png' in skipped
+  (ignored,) = [line for line in printed.err.splitlines() if 'ignored' in line]
   for name in ('5 ignored', '.DS_Store', 'Thumbs.db', 'readme.txt', '._1.png', 'labels.csv'):
     assert name in ignored
-  assert_readable(done.stderr)
 
 
 def test_an_older_output_is_replaced_only_by_a_whole_one(bad_folder, tmp_path):
   (tmp_path / 'out').write_bytes(b'older')
-  clean_error('toTFRecords.py', '--image_dir', bad_folder, '--output', tmp_path / 'out')
+  mistake(toTFRecords, '--image_dir', bad_folder, '--output', tmp_path / 'out')
   assert (tmp_path / 'out').read_bytes() == b'older'
   names, _ = toTFRecords.list_images(str(bad_folder))
   toTFRecords.convert(str(bad_folder), names, str(tmp_path / 'out'), 4, skip_unreadable=True)
@@ -216,7 +219,7 @@ def test_a_killed_conversion_leaves_nothing_that_looks_complete(tmp_path):
       while process.poll() is None and not list(tmp_path.glob('out*.partial')):
         time.sleep(0.01)
       process.send_signal(number)
-      _, stderr = process.communicate(timeout=TIMEOUT)
+      _, stderr = process.communicate(timeout=PROCESS_SECONDS)
     assert process.returncode == status, stderr
     assert sorted(os.listdir(str(tmp_path)))[0] == 'many' and not os.path.exists(str(tmp_path / 'out'))
     if number != signal.SIGKILL:

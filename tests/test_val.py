@@ -1,14 +1,28 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import time
+import types
 
 import numpy as np
 import pandas as pd
 import pytest
+import reference
 import tensorflow.compat.v1 as tf
-from conftest import TIMEOUT, assert_readable, clean_error, command, logits_of, mistake, random_records, run_script
+from conftest import (
+  PROCESS_SECONDS,
+  assert_readable,
+  call,
+  clean_error,
+  command,
+  environment,
+  logits_of,
+  mistake,
+  random_records,
+  run_script,
+)
 from PIL import Image
 
 import network
@@ -44,46 +58,51 @@ def test_score_by_numbers():
   assert result['confusion'].tolist() == [[0, 0, 0], [1, 0, 0], [0, 1, 1]]
 
 
-def test_the_report_agrees_with_numpy_for_any_batch_size(test_set, wide_awake):
+def files_of(folder):
+  """{name: bytes} of the checkpoint files in a folder."""
+  return {name: open(os.path.join(folder, name), 'rb').read() for name in os.listdir(folder) if 'model' in name}
+
+
+def test_the_report_agrees_with_numpy_for_any_batch_size(test_set, wide_awake_copy, capsys):
   folder, labels, images = test_set
-  logits = logits_of(network.find_checkpoint(wide_awake), images).astype(np.float64)
+  logits = logits_of(wide_awake_copy, images)
   predicted = logits.argmax(1)
   assert len(set(predicted)) >= 3  # or the comparison would be of one class only
-  losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(37), labels]
-  before = {name: open(os.path.join(wide_awake, name), 'rb').read() for name in os.listdir(wide_awake) if 'model' in name}
+  confusion = pd.crosstab(labels, predicted).reindex(range(10), columns=range(10), fill_value=0).values.tolist()
+  before = files_of(wide_awake_copy)
 
-  outputs = set()
-  for num_threads, batch_size in ((16, 8), (4, 100)):  # more in test_faults.py, in one process
-    done = run_script('val.py', '--checkpoint_dir', wide_awake, '--data_dir', folder, '--batch_size', batch_size,
-                      '--num_threads', num_threads)  # fmt: skip
-    outputs.add(done.stdout)
+  done = run_script('val.py', '--checkpoint_dir', wide_awake_copy, '--data_dir', folder, '--batch_size', 8)
   assert_readable(done.stderr)
-  assert len(outputs) == 1
-  (stdout,) = outputs
-  assert numbers(stdout) == ((predicted == labels).sum(), 37, pytest.approx(losses.mean(), abs=1e-4))
-  assert (
-    confusion_of(stdout) == pd.crosstab(labels, predicted).reindex(range(10), columns=range(10), fill_value=0).values.tolist()
-  )
-  assert {name: open(os.path.join(wide_awake, name), 'rb').read() for name in before} == before
+  cross_entropy = reference.cross_entropy(logits, labels)
+  assert numbers(done.stdout) == ((predicted == labels).sum(), 37, pytest.approx(cross_entropy, abs=1e-4))
+  assert confusion_of(done.stdout) == confusion
+  call(val, wide_awake_copy, '--data_dir', folder, '--batch_size', 100, '--num_threads', 4)
+  assert capsys.readouterr().out == done.stdout
+  assert files_of(wide_awake_copy) == before
 
 
-def test_the_same_is_written_for_tensorboard(test_set, wide_awake, tmp_path):
-  folder = shutil.copytree(wide_awake, str(tmp_path / 'copy'), ignore=shutil.ignore_patterns('eval'))
-  done = run_script('val.py', os.path.join(folder, 'model.ckpt-7'), '--data_dir', test_set[0])
-  correct, total, cross_entropy = numbers(done.stdout)
-  (path,) = os.listdir(os.path.join(folder, 'eval'))
+def test_the_same_is_written_for_tensorboard(test_set, wide_awake_copy, capsys):
+  call(val, os.path.join(wide_awake_copy, 'model.ckpt-7'), '--data_dir', test_set[0])
+  stdout = capsys.readouterr().out
+  correct, total, cross_entropy = numbers(stdout)
+  (path,) = os.listdir(os.path.join(wide_awake_copy, 'eval'))
   values = {}
-  for event in tf.train.summary_iterator(os.path.join(folder, 'eval', path)):
+  for event in tf.train.summary_iterator(os.path.join(wide_awake_copy, 'eval', path)):
     for value in event.summary.value:
       assert event.step == 7
       values[value.tag] = value
   assert values['accuracy'].simple_value == pytest.approx(correct / total)
   assert values['cross_entropy'].simple_value == pytest.approx(cross_entropy, abs=1e-4)
   of_class = [values['class_accuracy/' + name].simple_value for name in CLASSES]
-  confusion = np.array(confusion_of(done.stdout))
+  confusion = np.array(confusion_of(stdout))
   np.testing.assert_allclose(of_class, confusion.diagonal() / confusion.sum(1), rtol=1e-6)
   text = tf.make_ndarray(values['confusion_matrix'].tensor)[0].decode()
   assert [[int(n) for n in row.split('|')[1:]] for row in text.splitlines()[2:]] == confusion.tolist()
+
+
+def test_a_class_without_records_has_an_accuracy_of_zero():
+  table = val.class_table(np.diag([3] * 9 + [0]))
+  assert table['accuracy'].tolist() == [1] * 9 + [0] and table['records'].sum() == 27
 
 
 @pytest.fixture
@@ -101,47 +120,61 @@ def three_checkpoints(wide_awake, tmp_path):
   return folder
 
 
-def test_all_ranks_every_checkpoint_and_names_the_best(test_set, three_checkpoints):
-  done = run_script('val.py', '--all', '--checkpoint_dir', three_checkpoints, '--data_dir', test_set[0])
-  reports = done.stdout.split('\n\n             ')
-  assert len(re.findall(r'^accuracy ', done.stdout, re.M)) == 3, reports
-  rows = [line.split() for line in done.stdout[done.stdout.rindex('checkpoint accuracy') :].splitlines()[1:-1]]
+def test_all_ranks_every_checkpoint_and_names_the_best(test_set, three_checkpoints, capsys):
+  call(val, '--all', '--checkpoint_dir', three_checkpoints, '--data_dir', test_set[0])
+  stdout = capsys.readouterr().out
+  assert len(re.findall(r'^accuracy ', stdout, re.M)) == 3
+  rows = [line.split() for line in stdout[stdout.rindex('checkpoint accuracy') :].splitlines()[1:-1]]
   found = {int(row[0].rsplit('-', 1)[1]): row[1:] for row in rows}
   assert sorted(found) == [7, 8, 20] and found[7] == found[20] != found[8]
   # Step 8 always says deer: 4 of 37.
   assert found[8][0] == '10.81%'
   accuracies = [float(row[1][:-1]) for row in rows]
   assert accuracies == sorted(accuracies, reverse=True)
-  assert done.stdout.splitlines()[-1] == 'best: ' + rows[0][0]
+  assert stdout.splitlines()[-1] == 'best: ' + rows[0][0]
 
 
 def test_watch_validates_each_new_checkpoint_once_until_training_is_done(test_set, three_checkpoints, tmp_path):
-  folder, arguments = tmp_path / 'watched', ['--checkpoint_dir', tmp_path / 'watched', '--data_dir', test_set[0]]
-  # A cluster's evaluator does the same.
-  evaluator = dict(os.environ, TF_CONFIG='{"cluster": {"chief": ["a:1"]}, "task": {"type": "evaluator", "index": 0}}')
-  outs, processes = [tmp_path / 'out of val.py', tmp_path / 'out of train.py'], []
+  # As a cluster's evaluator, which runs val.py --watch.
+  folder, out = tmp_path / 'watched', tmp_path / 'out'
+  evaluator = '{"cluster": {"worker": ["a:1"]}, "task": {"type": "evaluator", "index": 0}}'
+  with open(str(out), 'w') as f:
+    process = subprocess.Popen(command('train.py', '--checkpoint_dir', folder, '--data_dir', test_set[0]), stdout=f,
+                               stderr=subprocess.PIPE, env=environment(TF_CONFIG=evaluator))  # fmt: skip
   try:
-    for out, words, environ in zip(outs, [['val.py', '--watch'], ['train.py']], [None, evaluator]):
-      with open(str(out), 'w') as f:
-        processes.append(subprocess.Popen(command(*words, *arguments), stdout=f, stderr=subprocess.PIPE, env=environ))
     for step in (7, 20):
       folder.mkdir(exist_ok=True)
       for name in ('.data-00000-of-00001', '.index'):
         shutil.copy(os.path.join(three_checkpoints, 'model.ckpt-%d' % step) + name, str(folder))
-      for _ in range(300):
-        if all('model.ckpt-%d\naccuracy' % step in out.read_text() for out in outs):
-          break
+      end = time.time() + PROCESS_SECONDS
+      while 'model.ckpt-%d\naccuracy' % step not in out.read_text():
+        assert process.poll() is None and time.time() < end
         time.sleep(0.2)
     (folder / network.TRAINING_DONE).touch()
-    for process, out in zip(processes, outs):
-      stderr = process.communicate(timeout=TIMEOUT)[1].decode()
-      assert process.returncode == 0, stderr
-      assert_readable(stderr)
-      assert re.findall(r'model.ckpt-(\d+)', out.read_text()) == ['7', '20']
+    stderr = process.communicate(timeout=PROCESS_SECONDS)[1].decode()
+    assert process.returncode == 0, stderr
+    assert_readable(stderr)
+    assert re.findall(r'model.ckpt-(\d+)', out.read_text()) == ['7', '20']
   finally:
-    for process in processes:
-      process.kill()
-      process.wait()
+    process.kill()
+    process.wait()
+
+
+def test_watch_goes_on_while_training_goes_on_in_a_finished_folder(test_set, wide_awake_copy, monkeypatch, capsys):
+  marker, looks = os.path.join(wide_awake_copy, network.TRAINING_DONE), []
+  open(marker, 'w').close()
+
+  def sleep(_):
+    looks.append(os.path.exists(marker))
+    if len(looks) == val.POLLS_DONE - 1:
+      os.remove(marker)  # train.py has started again
+    elif len(looks) == 2 * val.POLLS_DONE:
+      open(marker, 'w').close()
+
+  monkeypatch.setattr(val, 'time', types.SimpleNamespace(sleep=sleep))
+  call(val, '--watch', '--checkpoint_dir', wide_awake_copy, '--data_dir', test_set[0])
+  assert looks == [True] * (val.POLLS_DONE - 1) + [False] * (val.POLLS_DONE + 1) + [True] * val.POLLS_DONE
+  assert capsys.readouterr().out.count('\naccuracy ') == 1
 
 
 def test_wrong_input_is_a_clean_error(test_set, wide_awake, tmp_path):
@@ -160,32 +193,46 @@ def test_wrong_input_is_a_clean_error(test_set, wide_awake, tmp_path):
   assert 'rename' in mistake(val, '--watch', tmp_path / 'run [1]')
 
 
-def test_a_report_is_printed_where_summaries_cannot_be_written(test_set, wide_awake, tmp_path):
-  folder = shutil.copytree(wide_awake, str(tmp_path / 'copy'), ignore=shutil.ignore_patterns('eval'))
-  with open(os.path.join(folder, 'eval'), 'w') as f:
+def test_a_report_is_printed_where_summaries_cannot_be_written(test_set, wide_awake_copy, capsys):
+  with open(os.path.join(wide_awake_copy, 'eval'), 'w') as f:
     f.write('a file')
-  assert numbers(run_script('val.py', folder, '--data_dir', test_set[0]).stdout)[1] == 37
+  call(val, wide_awake_copy, '--data_dir', test_set[0])
+  assert numbers(capsys.readouterr().out)[1] == 37
 
 
-@pytest.mark.parametrize('runs', [2, pytest.param(10, marks=pytest.mark.long)])
-def test_validation_during_training_that_deletes_checkpoints(test_set, resumable, small_data, runs):
+def test_of_checkpoints_that_cannot_be_read_all_says_so_and_ranks_the_others(test_set, three_checkpoints, capsys):
+  for step in (7, 8, 20):
+    with open(os.path.join(three_checkpoints, 'model.ckpt-%d.data-00000-of-00001' % step), 'r+b') as f:
+      f.truncate(10)
+    if step == 8:
+      call(val, '--all', three_checkpoints, '--data_dir', test_set[0])
+      printed = capsys.readouterr()
+      assert printed.out.splitlines()[-1] == 'best: ' + os.path.join(three_checkpoints, 'model.ckpt-20')
+      assert all('warning: %s is damaged' % os.path.join(three_checkpoints, name) in printed.err
+                 for name in ('model.ckpt-7', 'model.ckpt-8'))  # fmt: skip
+  assert 'no checkpoint in the folder' in mistake(val, '--all', three_checkpoints, '--data_dir', test_set[0])
+
+
+@pytest.mark.parametrize('runs', [3, pytest.param(10, marks=pytest.mark.long)])
+def test_validation_during_training_that_deletes_checkpoints(test_set, resumable, small_data, capsys, runs):
   arguments = command('train.py', '--data_dir', small_data, '--checkpoint_dir', resumable, '--batch_size', 2, '--save_steps', 1,
-                      '--keep_checkpoints', 1, '--max_steps', 100000)  # fmt: skip
-  with subprocess.Popen(arguments, stderr=subprocess.PIPE) as process:
-    steps = set()
+                      '--keep_checkpoints', 1, '--max_steps', 1000000, '--epochs', 100000)  # fmt: skip
+  with subprocess.Popen(arguments, stderr=subprocess.PIPE, encoding='utf-8') as process:
+    steps = []
     try:
-      for run in range(100):
-        done = run_script('val.py', '--checkpoint_dir', resumable, '--data_dir', test_set[0])
-        assert numbers(done.stdout)[1] == 37
-        steps.add(re.search(r'model.ckpt-(\d+)', done.stdout).group(1))
-        if run + 1 >= runs and len(steps) > 1:
+      for line in process.stderr:
+        if 'step 3/' in line:
           break
+      while len(steps) < runs or len(set(steps)) == 1:
+        call(val, '--checkpoint_dir', resumable, '--data_dir', test_set[0])
+        stdout = capsys.readouterr().out
+        assert numbers(stdout)[1] == 37
+        steps.append(re.search(r'model.ckpt-(\d+)', stdout).group(1))
       assert process.poll() is None
     finally:
-      process.terminate()
-      stderr = process.communicate(timeout=TIMEOUT)[1].decode()
+      process.send_signal(signal.SIGTERM)
+      stderr = process.communicate(timeout=PROCESS_SECONDS)[1]
   assert process.returncode == 143, stderr
-  assert len(steps) > 1
 
 
 # ---- the sheet of mistakes
@@ -217,10 +264,10 @@ def test_every_class_name_can_be_drawn_and_looks_its_own():
   assert {tuple(pixel) for word in words for pixel in word.reshape(-1, 3)} == {(0, 0, 0), (0, 0, 200)}
 
 
-def test_errors_are_drawn_by_the_command(tmp_path, wide_awake):
-  random_records(tmp_path / 'test_batch.bin', 12)
+def test_errors_are_drawn_by_the_command(tmp_path, wide_awake_copy, capsys):
+  labels, images = random_records(tmp_path / 'test_batch.bin', 12)
   out = tmp_path / 'new' / 'errors.png'
-  report = run_script('val.py', wide_awake, '--data_dir', tmp_path, '--errors', out).stdout
-  correct = int(re.search(r'accuracy (\d+) / 12', report).group(1))
-  assert '%s: %d mistakes' % (out, 12 - correct) in report
-  assert Image.open(str(out)).size == (8 * 148, 188 * (1 + (12 - correct > 8)))
+  call(val, wide_awake_copy, '--data_dir', tmp_path, '--errors', out)
+  wrong = int((logits_of(wide_awake_copy, images).argmax(1) != labels).sum())
+  assert '%s: %d mistakes' % (out, wrong) in capsys.readouterr().out
+  assert Image.open(str(out)).size == (8 * 148, 188 * (1 + (wrong > 8)))
