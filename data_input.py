@@ -122,8 +122,48 @@ def run(main, flag_values, doc, max_words=0):
     sys.exit('error: ' + ' '.join(str(error).split()))
 
 
+def say(text):
+  """Writes a line to stderr, above the progress bar if there is one."""
+  tqdm.write(text, file=sys.stderr)
+  sys.stderr.flush()  # Python 3.7 would keep back what goes to a file
+
+
 def warn(text):
-  tqdm.write('warning: ' + text, file=sys.stderr)  # above a bar, if there is one
+  say('warning: ' + text)
+
+
+class Summaries(object):
+  """Writes points for TensorBoard to `folder`. Where that fails (a full disk) it warns once: they are not worth the run."""
+
+  def __init__(self, folder):
+    self._folder = folder
+    self._writer = None
+
+  def start(self, graph, step):
+    """Begins a run at a step: what a killed run wrote beyond it is not shown."""
+    self._write(lambda writer: writer.add_graph(graph))
+    self._write(lambda writer: writer.add_session_log(tf.SessionLog(status=tf.SessionLog.START), step))
+
+  def add(self, summary, step):
+    """Adds a tf.Summary."""
+    self._write(lambda writer: writer.add_summary(summary, step))
+
+  def close(self):
+    self._write(lambda writer: writer.close())
+
+  def _write(self, action):
+    try:
+      if self._folder:
+        self._writer = self._writer or tf.summary.FileWriter(self._folder)
+        action(self._writer)
+    except (tf.errors.OpError, RuntimeError, OSError) as error:
+      self._folder = None
+      warn('no summaries for TensorBoard: %s' % error)
+
+
+def scalars(values):
+  """A tf.Summary of {tag: number}."""
+  return tf.Summary(value=[tf.Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
 
 
 _unfinished = set()  # temporary files that are being written
@@ -240,7 +280,7 @@ def download(data_dir):
 
 
 def _fetch(url, path):
-  print('Downloading %s' % url, file=sys.stderr)
+  say('Downloading %s' % url)
   try:
     with urllib.request.urlopen(url, timeout=8) as response, whole_file(path) as partial:
       size = int(response.headers.get('Content-Length', 0)) or None

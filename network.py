@@ -5,9 +5,11 @@
 19 weight layers, 38,947,914 parameters. Knows no flags, and of files only checkpoints.
 """
 
+import collections
 import glob
 import os
 import re
+import shutil
 
 if __name__ == '__main__':
   import data_input  # run alone, it starts like the other scripts; as a module it knows nothing of data_input
@@ -118,6 +120,7 @@ class NETWORK(object):
     cross_entropy: scalar, mean over the batch, in nats.
     weight_decay: scalar, 0.0004 times the l2_loss of the kernels of fc6, fc7 and the first convolution of each block.
     losses: scalar, cross_entropy + weight_decay.
+    accuracy: scalar, the part of the batch whose largest logit is that of the label.
     layers: list of (name, output shape without batch, parameters, multiply-adds that one image needs).
 
   Variables are made by `tf.get_variable` in the current scope: conv1_1/weights, conv1_1/biases, ... fc8/biases.
@@ -179,10 +182,41 @@ class NETWORK(object):
     self.layers.append((name, y.shape.as_list()[1:], parameters, multiply_adds))
 
   def loss(self):
-    """Mean cross-entropy plus weight decay, a scalar; keeps both parts as attributes."""
+    """Mean cross-entropy plus weight decay, a scalar; keeps both parts, and the accuracy, as attributes."""
+    right = tf.equal(tf.argmax(self.logits, 1), tf.argmax(self.label_batch, 1))
+    self.accuracy = tf.reduce_mean(tf.cast(right, tf.float32))
     self.cross_entropy = tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits_v2(labels=self.label_batch, logits=self.logits))
     self.weight_decay = WEIGHT_DECAY * tf.add_n([tf.nn.l2_loss(kernel) for kernel in self._decayed])
     return self.cross_entropy + self.weight_decay
+
+
+def variable_sizes(num_classes):
+  """{name: bytes} of the network's variables."""
+  with tf.Graph().as_default():
+    NETWORK(tf.placeholder(tf.float32, [None, 28, 28, 3]), None, 1, num_classes, True)
+    return {variable.op.name: variable.shape.num_elements() * variable.dtype.size for variable in tf.trainable_variables()}
+
+
+def spread_variables(devices, num_classes):
+  """{name: one of `devices`} for the network's variables: the largest first, each where the fewest bytes are."""
+  if len(devices) == 1:  # the sizes are no matter, and to find them costs a network
+    return collections.defaultdict(lambda: devices[0])
+  load, chosen = dict.fromkeys(devices, 0), {}
+  for name, size in sorted(variable_sizes(num_classes).items(), key=lambda item: (-item[1], item[0])):
+    chosen[name] = min(devices, key=load.get)
+    load[chosen[name]] += size
+  return chosen
+
+
+def place(tower, variable_devices):
+  """Device function: a variable goes where `variable_devices`, {name: device}, says, the rest to the device `tower`."""
+
+  def device(op):
+    if op.device:
+      return op.device  # pinned by an inner scope: the input, to the CPU
+    return variable_devices[op.name] if op.type == 'VarHandleOp' else tower
+
+  return device
 
 
 def session_config(num_cpus=1):
@@ -322,6 +356,39 @@ def restore(session, variables, path):
   for variable, value in zip(variables, values):
     variable.load(value, session)
   return prefix
+
+
+class CheckpointWriter(object):
+  """Saves all variables to `folder`; the newest `keep_checkpoints` stay, those of earlier runs among them."""
+
+  def __init__(self, folder, keep_checkpoints):
+    self.folder = folder
+    self._saver = tf.train.Saver(max_to_keep=keep_checkpoints, save_relative_paths=True)
+    earlier = [os.path.join(folder, name) for name in named_checkpoints(folder)[1]]
+    self._saver.recover_last_checkpoints(earlier[-keep_checkpoints:])
+    self._surplus = earlier[:-keep_checkpoints]  # deleted once there is a newer one
+    os.makedirs(folder, exist_ok=True)
+    self._remove_unfinished()
+
+  def save(self, session, step):
+    """Raises flags.Error with the file system's reason where it fails."""
+    try:
+      self._saver.save(session, os.path.join(self.folder, 'model.ckpt'), step, write_meta_graph=False)
+    except (tf.errors.OpError, ValueError) as error:
+      self._remove_unfinished()
+      raise flags.Error('cannot save step %d in %s: %s' % (step, self.folder, reason_of(error)))
+    while self._surplus:
+      tf.train.remove_checkpoint(self._surplus.pop())
+
+  def _remove_unfinished(self):
+    """Deletes what a save that was killed or found the disk full left behind; it is of no use and may be 300 MB."""
+    for path in glob.glob(os.path.join(self.folder, 'model.ckpt-*temp*')):  # _temp_ folders, 2.x: .tempstate files
+      shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
+
+
+def reason_of(error):
+  """Of TensorFlow's page about the graph only what the file system said, which stands before the node's name."""
+  return re.search(r'([^\n]*?)\s*\[\[|$', str(error)).group(1) or error
 
 
 # ---------------------------------------------------------------- run alone

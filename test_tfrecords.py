@@ -25,6 +25,7 @@ from data_input import (
   read_all,
   read_records,
   run,
+  say,
 )
 
 import numpy as np
@@ -85,7 +86,8 @@ def predict(path, count, checkpoint, batch_size, num_threads):
     image_batch, name_batch = tfrecords_batch(path, batch_size, num_threads)
     logits = network.NETWORK(image_batch, None, 1, len(CLASSES), False).logits
     with tf.Session(config=network.session_config()) as session:
-      print('predicting with ' + network.restore(session, tf.trainable_variables(), checkpoint), file=sys.stderr)
+      checkpoint = network.restore(session, tf.trainable_variables(), checkpoint)
+      say('predicting with ' + checkpoint)
       session.run(tf.local_variables_initializer())
       return read_all(session, [name_batch, logits], count)
 

@@ -23,6 +23,7 @@ from data_input import (
   default_threads,
   natural_order,
   run,
+  say,
   whole_file,
 )
 
@@ -193,7 +194,7 @@ def main(_):
     (len(others), 'ignored, not ' + ', '.join(SUFFIXES), sorted(others)),
   ):
     if count:
-      print('%d %s: %s' % (count, what, shorten(some)), file=sys.stderr)
+      say('%d %s: %s' % (count, what, shorten(some)))
 
 
 if __name__ == '__main__':

@@ -12,10 +12,20 @@ the checkpoint folder.
 
 import math
 import os
-import sys
 import time
 
-from data_input import CLASSES, data_input, read_all, run, visible, warn, write_png  # first: it imports TensorFlow quietly
+from data_input import (
+  CLASSES,
+  Summaries,
+  data_input,
+  read_all,
+  run,
+  say,
+  scalars,
+  visible,
+  warn,
+  write_png,
+)  # first: it imports TensorFlow quietly
 
 import numpy as np
 import pandas as pd
@@ -85,11 +95,11 @@ def write_summaries(result):
   rows += [['**%s**' % name] + list(row) for name, row in zip(CLASSES, result['confusion'])]
   text = '\n'.join(' | '.join(map(str, row)) for row in rows)
   metadata = tf.SummaryMetadata(plugin_data=tf.SummaryMetadata.PluginData(plugin_name='text'))
-  summary = tf.Summary(value=[tf.Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+  summary = scalars(values)
   summary.value.add(tag='confusion_matrix', metadata=metadata, tensor=tf.make_tensor_proto([text], tf.string))
-  writer = tf.summary.FileWriter(os.path.join(os.path.dirname(result['checkpoint']), 'eval'))
-  writer.add_summary(summary, network.checkpoint_step(result['checkpoint']))
-  writer.close()
+  summaries = Summaries(os.path.join(os.path.dirname(result['checkpoint']), 'eval'))
+  summaries.add(summary, network.checkpoint_step(result['checkpoint']))
+  summaries.close()
 
 
 # The letters that class names have, 8 by 5 pixels each: no requirement can draw text.
@@ -156,10 +166,7 @@ class Validation(object):
     print(report(result), flush=True)
     if self._errors:
       print('%s: %d mistakes, true class above predicted' % (self._errors, draw_errors(self._errors, labels, logits, *images)))
-    try:
-      write_summaries(result)
-    except (tf.errors.OpError, RuntimeError, OSError) as error:
-      warn('no summaries for TensorBoard: %s' % error)
+    write_summaries(result)
     return result
 
 
@@ -185,7 +192,7 @@ def rank(validate, folder):
 
 def watch(validate, folder):
   """Validates each checkpoint that appears in `folder` once, until train.py says that it was the last."""
-  print('waiting for checkpoints in %s' % folder, file=sys.stderr)
+  say('waiting for checkpoints in %s' % folder)
   seen, polls_done = set(), 0
   while polls_done < POLLS_DONE:
     polls_done = polls_done + 1 if os.path.exists(os.path.join(folder, network.TRAINING_DONE)) else 0

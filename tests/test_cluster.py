@@ -1,4 +1,4 @@
-"""Several processes on this machine as a cluster: train.py under TF_CONFIG."""
+"""train.py under TF_CONFIG: several processes on this machine, each a worker, whose gradients are averaged."""
 
 import json
 import os
@@ -6,17 +6,17 @@ import re
 import signal
 import socket
 import subprocess
+import sys
+import threading
 import time
 
 import numpy as np
 import pytest
-import tensorflow.compat.v1 as tf
 from conftest import (
   PROCESS_SECONDS,
-  RECORDS,
   ROOT,
   assert_readable,
-  clean_error,
+  call,
   command,
   environment,
   updates,
@@ -26,321 +26,293 @@ from conftest import (
 
 import network
 import train
-import val
+
+# Its other workers are reached although a proxy is set that nobody listens at.
+BEHIND_A_PROXY = {'http_proxy': 'http://127.0.0.1:9', 'https_proxy': 'http://127.0.0.1:9', 'TF_CPP_MIN_LOG_LEVEL': '3'}
 
 
-processes = pytest.mark.long  # tests that start clusters of them
+def free_ports(count):
+  sockets = [socket.socket() for _ in range(count)]
+  for one in sockets:
+    one.bind(('127.0.0.1', 0))
+  ports = [one.getsockname()[1] for one in sockets]
+  for one in sockets:
+    one.close()
+  return ports
+
+
+def listens(port):
+  with socket.socket() as probe:
+    return probe.connect_ex(('127.0.0.1', port)) == 0
+
+
+def wait_until(condition, say=str):
+  """Waits until `condition()` is true; where it stays false for too long, fails with `say()`."""
+  end = time.time() + PROCESS_SECONDS
+  while not condition():
+    assert time.time() < end, say()
+    time.sleep(0.1)
+
+
+# ---- updates, by processes that build the graph of train.py on fixed records
+
+# Arguments: the rank, the addresses of both workers, a folder for results.
+TWO_WORKERS = """
+import os, sys
+rank, addresses, folder = int(sys.argv[1]), sys.argv[2:4], sys.argv[4]
+import conftest, network, train
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+workers = train.AllReduce([('worker %d' % i, address) for i, address in enumerate(addresses)], 'worker %d' % rank, 2)
+
+def build(first, towers, batch, spoilt=False):
+  workers.agree([0, 0], {'--epochs': 1}, towers * batch)
+  data = conftest.FixedData(batch, first)
+  if spoilt:
+    data.images[:] = np.nan
+  devices = ['/cpu:%d' % i for i in range(towers)]
+  return train.build(data, devices, 1, 0.1, 0.9, 1, workers.average, 16)
+
+def run(model, steps, name):
+  # Only the first worker has the values to start with.
+  shared = workers.share(tf.global_variables())
+  variables = {variable.op.name: variable for variable in tf.global_variables()}
+  with tf.Session(workers.target, config=workers.session_config(2)) as session:
+    session.run(tf.global_variables_initializer())
+    if rank == 0:
+      values = conftest.start_values({v.op.name: v.shape.as_list() for v in tf.trainable_variables()})
+      for variable in tf.trainable_variables():
+        variable.load(values[variable.op.name], session)
+    session.run(shared)
+    for step in range(1, steps + 1):
+      _, report = session.run([model.train_op, model.report], {model.signalled: float(rank == 1 and step == 1)})
+      if step in (1, steps):
+        np.savez(os.path.join(folder, '%s-%d-%d.npz' % (name, step, rank)), **session.run(variables))
+        np.savez(os.path.join(folder, '%s-report-%d-%d.npz' % (name, step, rank)), **report)
+
+for name, parts, steps in (('equal', [(0, 1, 8), (8, 1, 8)], 10), ('unequal', [(0, 1, 6), (6, 2, 5)], 1)):
+  with tf.Graph().as_default(), tf.device(workers.device):
+    run(build(*parts[rank]), steps, name)
+
+with tf.Graph().as_default(), tf.device(workers.device):
+  model = build(0, 1, 8, spoilt=rank == 1)
+  writer = network.CheckpointWriter(os.path.join(folder, 'checkpoints'), 5) if rank == 0 else None
+  stop = train.StopHook(model, 3)
+  try:
+    train.train(workers, model, [stop, train.CheckpointHook(model, writer, 1)], None, 1)
+  except train.flags.Error as error:
+    print(error)
+
+network.BLOCKS, network.DENSE = conftest.FULL_SIZE
+with tf.Graph().as_default(), tf.device(workers.device):
+  model = build(0, 1, 2)
+  with tf.train.SingularMonitoredSession([], None, workers.target, workers.session_config(1)) as session:
+    print('full size', flush=True)
+    sys.stdin.readline()
+    with workers.together(session):
+      session.run(model.train_op)
+"""
+
+
+class Counter(object):
+  """Forwards connections to a port of this machine and counts what passes, in both directions."""
+
+  def __init__(self, port, target):
+    self.bytes = 0
+    self._target = target
+    self._listener = socket.socket()
+    self._listener.bind(('127.0.0.1', port))
+    self._listener.listen(50)
+    threading.Thread(target=self._accept, daemon=True).start()
+
+  def _accept(self):
+    while True:
+      here, _ = self._listener.accept()
+      there = socket.create_connection(('127.0.0.1', self._target))
+      for pair in ((here, there), (there, here)):
+        threading.Thread(target=self._forward, args=pair, daemon=True).start()
+
+  def _forward(self, source, sink):
+    try:
+      for block in iter(lambda: source.recv(1 << 20), b''):
+        self.bytes += len(block)
+        sink.sendall(block)
+      sink.shutdown(socket.SHUT_WR)
+    except OSError:  # one side has ended
+      pass
+
+
+@pytest.fixture(scope='module')
+def two_workers(tmp_path_factory):
+  """Runs TWO_WORKERS. Returns the folder of results, what each printed, and the bytes that full-size gradients moved."""
+  folder = tmp_path_factory.mktemp('two workers')
+  (folder / 'two_workers.py').write_text(TWO_WORKERS)
+  ports, seen_by_other = free_ports(2), free_ports(2)
+  processes = []
+  for rank in range(2):
+    addresses = ['127.0.0.1:%d' % (ports[i] if i == rank else seen_by_other[i]) for i in range(2)]
+    paths = os.pathsep.join([ROOT, os.path.join(ROOT, 'tests')])
+    processes.append(subprocess.Popen(
+      [sys.executable, str(folder / 'two_workers.py'), str(rank)] + addresses + [str(folder)],
+      env=environment(PYTHONPATH=paths, **BEHIND_A_PROXY), encoding='utf-8', stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE))  # fmt: skip
+  try:
+    for port in ports:
+      wait_until(lambda port=port: listens(port))
+    counters = [Counter(*ends) for ends in zip(seen_by_other, ports)]
+    printed = ['', '']
+    for rank, process in enumerate(processes):
+      for line in process.stdout:
+        if line == 'full size\n':
+          break
+        printed[rank] += line
+    before = sum(counter.bytes for counter in counters)
+    for process in processes:
+      process.stdin.write('\n')
+      process.stdin.flush()
+    for process in processes:
+      stdout, stderr = process.communicate(timeout=PROCESS_SECONDS)
+      assert process.returncode == 0 and not stdout, stderr
+      assert_readable(stderr)
+    return folder, printed, sum(counter.bytes for counter in counters) - before
+  finally:
+    for process in processes:
+      process.kill()
+      process.communicate()
+
+
+def result(two_workers, name):
+  with np.load(str(two_workers[0] / (name + '.npz'))) as values:
+    return dict(values)
+
+
+@pytest.mark.parametrize('parts', ['equal', 'unequal'])  # 8 and 8 images; 6 on one tower and 10 on two
+def test_workers_make_the_update_of_one_process_with_all_their_images(two_workers, parts):
+  _, one = updates(1, 1)
+  for rank in range(2):
+    values, report = result(two_workers, '%s-1-%d' % (parts, rank)), result(two_workers, '%s-report-1-%d' % (parts, rank))
+    assert sorted(values) == sorted(one.values)
+    for name, value in one.values.items():
+      assert np.linalg.norm(values[name] - value) <= 1e-4 * np.linalg.norm(value), name
+    assert report.pop('signalled') > 0  # though only the second was told
+    one.report.pop('signalled', None)
+    assert report == {name: pytest.approx(value, rel=1e-4) for name, value in one.report.items()}
+
+
+def test_after_ten_steps_all_workers_hold_the_same_bits(two_workers):
+  first, second = (result(two_workers, 'equal-10-%d' % rank) for rank in range(2))
+  assert first['global_step'] == 10 and first['images_seen'] == 160
+  assert sorted(first) == sorted(second) and all(first[name].tobytes() == second[name].tobytes() for name in first)
+  assert not np.array_equal(first['fc8/biases'], result(two_workers, 'equal-1-0')['fc8/biases'])
+
+
+def test_a_nan_on_one_worker_ends_all_with_the_same_words_and_is_not_saved(two_workers):
+  folder, printed, _ = two_workers
+  assert printed[0] == printed[1] and printed[0].startswith('step 1: loss, gradients or weights are not finite')
+  assert os.listdir(str(folder / 'checkpoints')) == []
+
+
+def test_a_step_moves_each_gradient_once_in_each_direction(two_workers):
+  # A worker of N sends 2 (N - 1) / N times the gradients: of two, each sends all of its 38,947,914 numbers.
+  assert two_workers[2] == pytest.approx(2 * 4 * 38947914, rel=0.03)
+
+
+# ---- processes that die
 
 
 class Cluster(object):
-  """Starts, kills and ends processes on free ports; their messages go to files in `folder`."""
+  """Starts and kills train.py, narrow, on free ports; its messages go to files in `folder`."""
 
-  def __init__(self, folder, script='train.py', **sizes):
-    self.folder, self.script, self.processes = str(folder), script, {}
-    sockets = {job: [socket.socket() for _ in range(size)] for job, size in sizes.items()}
-    for listener in sum(sockets.values(), []):
-      listener.bind(('127.0.0.1', 0))
-    self.jobs = {job: ['127.0.0.1:%d' % one.getsockname()[1] for one in some] for job, some in sockets.items()}
-    for listener in sum(sockets.values(), []):
-      listener.close()
+  def __init__(self, folder, arguments):
+    chief, *workers = ['127.0.0.1:%d' % port for port in free_ports(3)]
+    self._jobs = {'chief': [chief], 'worker': workers, 'evaluator': ['nowhere:1']}
+    self._arguments = arguments
+    self._folder = folder
+    self.names = ['chief 0 at ' + chief] + ['worker %d at %s' % pair for pair in enumerate(workers)]
+    self.processes = [None] * 3
 
   def __enter__(self):
     return self
 
   def __exit__(self, *_):
-    for process in self.processes.values():
+    for process in self.processes:
       process.kill()
       process.wait()
 
-  def start(self, job, index, *arguments):
-    config = json.dumps({'cluster': self.jobs, 'task': {'type': job, 'index': index}})
-    with open(self.log(job, index), 'ab') as log:
-      self.processes[job, index] = subprocess.Popen(
-        command(self.script, *arguments),
-        env=environment(TF_CONFIG=config, TF_CPP_MIN_LOG_LEVEL='3'),
-        stderr=log,
-        stdout=log,
-      )
+  def start(self, rank):
+    task = {'type': 'worker', 'index': rank - 1} if rank else {'type': 'chief', 'index': 0}
+    config = json.dumps({'cluster': self._jobs, 'task': task})
+    with open(str(self._folder / ('%d.log' % rank)), 'ab') as log:
+      self.processes[rank] = subprocess.Popen(command('train.py', *self._arguments), stdout=log, stderr=log,
+                                              env=environment(TF_CONFIG=config, **BEHIND_A_PROXY))  # fmt: skip
 
-  def start_all(self, *arguments):
-    for job in self.jobs:
-      for index in range(len(self.jobs[job])):
-        self.start(job, index, *arguments)
+  def kill(self, rank):
+    self.processes[rank].kill()
+    self.processes[rank].wait()
 
-  def log(self, job, index):
-    return os.path.join(self.folder, '%s%d.log' % (job, index))
+  def text(self, rank):
+    return (self._folder / ('%d.log' % rank)).read_text()
 
-  def text(self, job, index):
-    with open(self.log(job, index)) as f:
-      return f.read()
-
-  def wait_for(self, condition):
-    """Waits until `condition()` is true; returns it."""
-    end = time.time() + PROCESS_SECONDS
-    while not condition():
-      assert time.time() < end, '\n'.join('%s %d:\n%s' % (task + (self.text(*task),)) for task in self.processes)
-      time.sleep(0.1)
-    return condition()
-
-  def signal(self, job, index, number=signal.SIGKILL):
-    self.processes[job, index].send_signal(number)
-    status = self.processes[job, index].wait(PROCESS_SECONDS)
-    return status
-
-  def ends(self):
-    """Exit statuses once all have ended by themselves."""
-    self.wait_for(lambda: all(process.poll() is not None for process in self.processes.values()))
-    return [process.returncode for process in self.processes.values()]
+  def wait_until(self, condition):
+    wait_until(condition, lambda: '\n'.join('== %d\n%s' % (rank, self.text(rank)) for rank in range(3)))
 
 
-def newest_step(folder):
-  steps = [network.checkpoint_step(prefix) for prefix in network.list_checkpoints(str(folder))]
-  return max(steps + [-1])
-
-
-def value_at(folder, step, name):
-  return tf.train.NewCheckpointReader(os.path.join(str(folder), 'model.ckpt-%d' % step)).get_tensor(name)
-
-
-# ---- all goes well
-
-
-# train.py on fixed records: the first half for the first worker, the second for the second.
-FIXED_INPUT = """
-import json, os, sys
-sys.path[:0] = [{root!r}, {tests!r}]
-import conftest, data_input, train
-
-class Fixed(conftest.FixedData):
-  filenames = ['here/fixed']
-
-  def __init__(self, _, batch_size, *__):
-    super().__init__(batch_size)
-    self._next = batch_size * json.loads(os.environ['TF_CONFIG'])['task']['index']
-
-train.data_input = Fixed
-data_input.run(train.main, train.FLAGS, '')
-"""
-
-
-@processes
-def test_two_workers_make_the_first_update_of_one_process_with_twice_the_batch(tmp_path):
-  out, script = tmp_path / 'out', tmp_path / 'fixed.py'
-  out.mkdir()
-  start, one = updates(1, 1)
-  with tf.Graph().as_default(), tf.Session() as session:
-    for name, value in start.values.items():
-      tf.Variable(value, name=name)
-    session.run(tf.global_variables_initializer())
-    tf.train.Saver().save(session, str(out / 'model.ckpt'), 0, write_meta_graph=False)
-  script.write_text(FIXED_INPUT.format(root=ROOT, tests=os.path.join(ROOT, 'tests')))
-  with Cluster(tmp_path, str(script), ps=1, worker=2) as cluster:
-    cluster.start_all('--batch_size', RECORDS // 2, '--checkpoint_dir', out, '--keep_prob', 1, '--learning_rate', 0.1, '--epochs', 1,
-                      '--max_steps', 2, '--save_steps', 1)  # fmt: skip
-    assert set(cluster.ends()) == {0}
-    for words in ('global batch 16', 'resuming', 'step 2/2'):
-      assert words in cluster.text('worker', 0)
-    assert 'images/s here' in cluster.text('worker', 1) and 'images/s here' not in cluster.text('worker', 0)
-    for task in cluster.processes:
-      assert_readable(cluster.text(*task))
-  two = values_of(out / 'model.ckpt-1')
-  assert sorted(two) == sorted(one.values)
-  for name, value in one.values.items():
-    assert np.linalg.norm(two[name] - value) <= 1e-4 * np.linalg.norm(value), name
-  assert newest_step(out) == 2 and value_at(out, 2, 'global_step') == 2 and value_at(out, 2, 'images_seen') == 2 * RECORDS
-  assert len([name for name in os.listdir(str(out)) if name.startswith('events')]) == 1  # the chief's
-
-
-def moved(graph, target):
-  """Bytes of the tensors that running `target` sends from parameter servers to the worker, and back."""
-  job = lambda op: tf.DeviceSpec.from_string(op.device).job  # noqa: E731
-  operations, todo, sent = set(), [target], {}
-  while todo:
-    op = todo.pop()
-    if op not in operations:
-      operations.add(op)
-      todo += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
-      sent.update(((tensor.name, job(op)), tensor) for tensor in op.inputs if job(tensor.op) != job(op))
-  sizes = {'ps': 0, 'worker': 0}
-  for (_, receiver), tensor in sent.items():
-    if tensor.dtype != tf.resource:
-      sizes[receiver] += tensor.shape.num_elements() * tensor.dtype.size
-  return sizes['worker'], sizes['ps']
-
-
-def test_variables_are_spread_over_the_servers_and_cross_the_network_once_a_step(small_data, full_size):
-  jobs = {'ps': ['a:1', 'b:1'], 'worker': ['c:1', 'd:1']}
-  cluster = train.Cluster(jobs, 'worker', 0)
-  with tf.Graph().as_default() as graph, tf.device(cluster.device):
-    data = train.data_input(str(small_data), 4, 10, True)
-    model = train.build(data, ['/cpu:0', '/cpu:1'], 1, 0.1, 0.9, 0.5, cluster)
-    on = dict.fromkeys(cluster.homes, 0)
-    for variable in tf.trainable_variables():
-      (home,) = [home for home in on if variable.op.device.startswith(home.split('/cpu')[0])]
-      on[home] += 4 * variable.shape.num_elements()
-    updates = [op for op in graph.get_operations() if op.type == 'ResourceApplyMomentum']
-    down, up = moved(graph, cluster._contribute)
-  assert abs(on[cluster.homes[0]] - on[cluster.homes[1]]) < 0.01 * 4 * 38947914
-  for update in updates:
-    assert len({op.device.lower() for op in (update, update.inputs[0].op, update.inputs[1].op, update.inputs[3].op)}) == 1
-  parameters = 4 * 38947914
-  assert down == parameters and parameters < up < parameters + 1000  # tickets
-  # The update itself moves only the numbers of the report.
-  assert max(moved(graph, model.train_op)) < 1000
-
-
-# ---- processes die
-
-
-@processes
-@pytest.mark.parametrize(
-  'sizes, long',
-  [({'ps': 2, 'chief': 1, 'worker': 2}, False), pytest.param({'ps': 1, 'worker': 2}, True, marks=pytest.mark.long)],
-)
-def test_killed_workers_chiefs_and_parameter_servers_come_back_and_train_to_the_last_step(tmp_path, sizes, long):
+def test_who_is_lost_is_named_and_waited_for_and_a_signal_ends_all_after_the_same_step(tmp_path):
   data, out = tmp_path / 'data', tmp_path / 'out'
   data.mkdir()
   write_small_data(data)
-  chief, other = 'chief' if 'chief' in sizes else 'worker', ('worker', 1)
-  workers = sizes['worker'] + sizes.get('chief', 0)
-  # The last worker takes more images than the others.
-  images = {'all': 2 * workers + 1, 'without the last': 2 * workers - 2}
+  arguments = ['--data_dir', data, '--checkpoint_dir', out, '--batch_size', 2, '--epochs', 1e5, '--save_steps', 5]
+  with Cluster(tmp_path, arguments) as cluster:
 
-  with Cluster(tmp_path, **sizes) as cluster:
-
-    def start(*task, more=()):
-      arguments = ['--data_dir', data, '--checkpoint_dir', out, '--epochs', 1000, '--save_steps', 1]
-      cluster.start(*task, *arguments, '--batch_size', 3 if task == other else 2, *more)
+    def newest_step():
+      return max(network.checkpoint_step(prefix) for prefix in network.list_checkpoints(str(out)) or [''])
 
     def one_more_save():
-      saved = newest_step(out)
-      cluster.wait_for(lambda: newest_step(out) > saved)
+      saved = newest_step()
+      cluster.wait_until(lambda: newest_step() > saved)
 
-    for job in sizes:
-      for index in range(sizes[job]):
-        start(job, index)
-    cluster.wait_for(lambda: newest_step(out) > 0)
-    assert value_at(out, 1, 'images_seen') == images['all'] and value_at(out, 1, 'global_step') == 1
-    # A worker: training goes on without it, and with it again.
-    assert cluster.signal(*other) == -signal.SIGKILL
-    name = 'worker 1 at %s ' % cluster.jobs['worker'][1]
-    cluster.wait_for(lambda: name + 'does not answer' in cluster.text(chief, 0))
+    def says(rank, *words):
+      return ' '.join(words) in cluster.text(rank)
+
+    def waits_after_loss(rank, lost):
+      after = cluster.text(rank).partition('warning: lost %s; starting again' % lost)[2]
+      return 'waiting for %s\n' % lost in after
+
+    for rank in range(3):
+      cluster.start(rank)
     one_more_save()
-    if not long:
-      # Updates leave two cores little for a start, so worker 0 pauses meanwhile. It still answers, so the chief waits for it.
-      cluster.processes['worker', 0].send_signal(signal.SIGSTOP)
-    start(*other)
-    cluster.wait_for(lambda: name + 'is back' in cluster.text(chief, 0))
-    if not long:
-      cluster.processes['worker', 0].send_signal(signal.SIGCONT)
-      assert cluster.text(chief, 0).count('does not answer') == 1
+    # A worker is killed: the two others say so, start again and wait for it; then a second, while they wait.
+    cluster.kill(2)
+    saved = newest_step()
+    for rank in (0, 1):
+      cluster.wait_until(lambda rank=rank: waits_after_loss(rank, cluster.names[2]))
+    cluster.kill(1)
+    cluster.wait_until(lambda: says(0, 'waiting for', cluster.names[1] + ',', cluster.names[2] + '\n'))
+    for rank in (1, 2):
+      cluster.start(rank)
     one_more_save()
-    # The chief: it resumes from its last checkpoint, and the workers go on.
-    assert cluster.signal(chief, 0) == -signal.SIGKILL
-    saved = network.checkpoint_step(network.resume_point(str(out)))  # of a save that was cut there may be whole files, too
-    images_seen = value_at(out, saved, 'images_seen')
-    resuming = 'resuming ' + str(out / 'model.ckpt-%d, step %d of ')
-    if long:
-      start(chief, 0)
-      one_more_save()
-      assert resuming % (saved, saved) in cluster.text(chief, 0)
-      # The chief's data: its end is not that of training.
-      data.rename(tmp_path / 'gone')
-      os.mkdir(str(data))
-      assert cluster.processes[chief, 0].wait(PROCESS_SECONDS) == 1
-      (line,) = [line for line in cluster.text(chief, 0).splitlines() if line.startswith('error: ')]
-      assert 'reading the training data failed' in line and str(data) in line and 'No such file' in line
-      time.sleep(2)
-      assert cluster.processes['ps', 0].poll() is None and cluster.processes[other].poll() is None
-      os.rmdir(str(data))
-      (tmp_path / 'gone').rename(data)
-      start(chief, 0)
-      one_more_save()
-      # The parameter server: both say so and start again when it is back.
-      assert cluster.signal('ps', 0) == -signal.SIGKILL
-      line = 'waiting for ps 0 at %s' % cluster.jobs['ps'][0]
-      cluster.wait_for(lambda: line in cluster.text(chief, 0) and line in cluster.text(*other))
-      start('ps', 0)
-      one_more_save()
-      # Again, so soon that nobody has looked.
-      assert cluster.signal('ps', 0) == -signal.SIGKILL
-      start('ps', 0)
-      cluster.wait_for(lambda: all(cluster.text(*task).count('lost a parameter server') == 2 for task in [(chief, 0), other]))
-      one_more_save()
-      assert cluster.signal(chief, 0) == -signal.SIGKILL
-      saved = network.checkpoint_step(network.resume_point(str(out)))
-      images_seen = value_at(out, saved, 'images_seen')
-    # Two steps more. A chief takes all workers to be like itself, so it expects --epochs to take three, until it has counted.
-    last = saved + 2
-    end = ['--epochs', (images_seen + 2 * images['all'] - 0.5) / 200] if long else ['--max_steps', last]
-    assert not (out / network.TRAINING_DONE).exists()
-    start(chief, 0, more=end)
-    assert set(cluster.ends()) == {0}
-    text = cluster.text(chief, 0)
-    assert resuming % (saved, saved) + '%d\n' % (last + long) in text and 'step %d/%d ' % (last, last) in text
-    assert 'global batch %d;' % (2 * workers) in text
-    if long:
-      # With nothing left to do: all wait for the last worker to come, and end.
-      for task in [('ps', 0), (chief, 0)]:
-        start(*task, more=end)
-      cluster.wait_for(lambda: 'nothing to do' in cluster.text(chief, 0))
-      start(*other)
-      assert set(cluster.ends()) == {0}
-    for task in cluster.processes:
-      assert_readable(cluster.text(*task))
-  # Every worker had its share in every update, and no more.
-  assert newest_step(out) == last and value_at(out, last, 'global_step') == last and (out / network.TRAINING_DONE).exists()
-  assert value_at(out, last, 'images_seen') == images_seen + 2 * images['all']
-  with tf.Graph().as_default():
-    assert val.Validation(str(data), 40, 2, None)(str(out))['total'] == 40
-  if not long:
-    # Each update took the images of all workers or, while the last was out, of the others.
-    out_for = (saved * images['all'] - images_seen) / (images['all'] - images['without the last'])
-    assert out_for in range(1, saved - 1)
-
-
-@processes
-def test_a_parameter_server_stays_until_every_worker_has_ended(tmp_path):
-  with Cluster(tmp_path, ps=1, worker=2) as cluster:
-    cluster.start('ps', 0)
-    cluster.wait_for(lambda: 'listens' in cluster.text('ps', 0))
-    with socket.socket() as worker:  # that lives on after the end of training, to close its session
-      worker.bind(('127.0.0.1', int(cluster.jobs['worker'][1].split(':')[1])))
-      worker.listen(100)
-      config = tf.ConfigProto(device_filters=['/job:ps'])
-      with tf.Graph().as_default(), tf.Session('grpc://' + cluster.jobs['ps'][0], config=config) as session:
-        session.run(train.Cluster(cluster.jobs, 'worker', 0)._leave_queue('/job:ps/task:0/cpu:0').enqueue(True))
-      time.sleep(3)
-      assert cluster.processes['ps', 0].poll() is None
-    assert cluster.ends() == [0]
-
-
-@processes
-@pytest.mark.parametrize('ended', [[0], pytest.param([0, 1], marks=pytest.mark.long)])
-def test_signals_end_who_waits_and_all_at_once_after_a_save(tmp_path, ended):
-  write_small_data(tmp_path)
-  out = tmp_path / 'out'
-  arguments = ['--data_dir', tmp_path, '--checkpoint_dir', out, '--batch_size', 2]
-  with Cluster(tmp_path, ps=1, worker=2) as cluster:
-    for index in range(2):
-      cluster.start('worker', index, *arguments)
-    cluster.wait_for(lambda: all('waiting for ps 0' in cluster.text('worker', k) for k in range(2)))
-    for index in ended:
-      assert cluster.signal('worker', index, signal.SIGTERM) == 143
-      cluster.start('worker', index, *arguments)
-    cluster.start('ps', 0)
-    cluster.wait_for(lambda: 'step 1/' in cluster.text('worker', 0))
-    # A worker leaves; then all at once, and the chief saves before its parameter server goes.
-    assert cluster.signal('worker', 1, signal.SIGINT) == 130
-    cluster.wait_for(lambda: 'worker 1 at %s has left' % cluster.jobs['worker'][1] in cluster.text('worker', 0))
-    for process in cluster.processes.values():
-      process.send_signal(signal.SIGTERM)
-    assert sorted(cluster.ends()) == [130, 143, 143]
-    (saved,) = map(int, re.findall(r'saved step (\d+) in ', cluster.text('worker', 0)))
-    assert newest_step(out) == saved > 0 and value_at(out, saved, 'global_step') == saved
-    assert not (out / network.TRAINING_DONE).exists()
-    for task in cluster.processes:
-      assert_readable(cluster.text(*task))
+    assert says(0, 'resuming', os.path.join(str(out), 'model.ckpt-%d,' % saved), 'step %d of ' % saved)
+    assert says(2, "resuming the chief's checkpoint, step %d of " % saved)
+    # The chief.
+    cluster.kill(0)
+    for rank in (1, 2):
+      cluster.wait_until(lambda rank=rank: waits_after_loss(rank, cluster.names[0]))
+    cluster.start(0)
+    one_more_save()
+    # A signal to a worker that is not the chief.
+    cluster.processes[1].send_signal(signal.SIGTERM)
+    cluster.wait_until(lambda: all(process.poll() is not None for process in cluster.processes))
+    assert [process.returncode for process in cluster.processes] == [0, 143, 0]
+    for rank in range(3):
+      assert_readable(cluster.text(rank))
+    (ended,) = re.findall(r'^saved step (\d+) in ', cluster.text(0), re.M)
+    assert 'saved step' not in cluster.text(1) + cluster.text(2)
+  values = values_of(out)
+  # Six images an update, whatever has happened meanwhile.
+  assert values['global_step'] == newest_step() == int(ended) and values['images_seen'] == 6 * int(ended)
+  assert not (out / network.TRAINING_DONE).exists()
+  assert len([name for name in os.listdir(str(out)) if name.startswith('events')]) == 3  # of the chief's three starts
 
 
 # ---- what is wrong with a TF_CONFIG
@@ -349,22 +321,26 @@ def test_signals_end_who_waits_and_all_at_once_after_a_save(tmp_path, ended):
 @pytest.mark.parametrize(
   'config, words',
   [
-    ('{"cluster": ', 'no JSON'),
+    ('{"cluster": ', 'must be'),
     ('[1]', 'must be'),
-    ('{"cluster": {"ps": ["a:1"], "wrker": ["b:1"]}, "task": {"type": "ps", "index": 0}}', "'wrker'"),
-    ('{"cluster": {"ps": ["a:1"], "worker": ["b"]}, "task": {"type": "ps", "index": 0}}', '["b"]'),
-    ('{"cluster": {"ps": ["a:1"], "worker": "b:1"}, "task": {"type": "ps", "index": 0}}', '"b:1"'),
-    ('{"cluster": {"ps": [], "worker": ["b:1"]}, "task": {"type": "ps", "index": 0}}', '[]'),
-    ('{"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "task": {"type": "worker", "index": 1}}', '"index": 1'),
-    ('{"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "task": {"type": "worker", "index": -1}}', '"index": -1'),
-    ('{"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "task": {"type": "boss", "index": 0}}', '"boss"'),
-    ('{"cluster": {"ps": ["a:1"], "worker": ["b:1"]}}', 'no "task"'),
-    ('{"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "task": {"type": ["ps"], "index": 0}}', '["ps"]'),
-    ('{"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "task": {"type": "ps", "index": 1.0}}', '1.0'),
-    ('{"cluster": {"worker": ["b:1"]}, "task": {"type": "worker", "index": 3}}', '"index": 3'),
-    ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}', 'takes "ps"'),
-    ('{"cluster": {"ps": ["a:1"]}, "task": {"type": "ps", "index": 0}}', 'workers'),
-    ('{"cluster": {"ps": ["a:1"], "chief": ["b:1", "c:1"]}, "task": {"type": "chief", "index": 0}}', 'at most one "chief"'),
+    ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": 3}', 'must be'),
+    ('{"cluster": {"chief": ["a:1"], "wrker": ["b:1"]}, "task": {"type": "chief", "index": 0}}', 'must be'),
+    ('{"cluster": {"worker": ["a:1", "b"]}, "task": {"type": "worker", "index": 0}}', 'must be'),
+    ('{"cluster": {"worker": ["a:1", "b:x"]}, "task": {"type": "worker", "index": 0}}', 'must be'),
+    ('{"cluster": {"worker": ["a:1", "b:70000"]}, "task": {"type": "worker", "index": 0}}', 'must be'),
+    ('{"cluster": {"worker": ["a:1", 7]}, "task": {"type": "worker", "index": 0}}', 'must be'),
+    ('{"cluster": {"worker": "b:1"}, "task": {"type": "worker", "index": 0}}', 'must be'),
+    ('{"cluster": {"chief": [], "worker": ["b:1"]}, "task": {"type": "worker", "index": 0}}', 'must be'),
+    ('{"cluster": {"chief": ["b:1", "c:1"]}, "task": {"type": "chief", "index": 0}}', 'must be'),
+    ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 2}}', '"index": 2'),
+    ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": -1}}', '"index": -1'),
+    ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1.0}}', '1.0'),
+    ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "boss", "index": 0}}', '"boss"'),
+    ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": ["worker"], "index": 0}}', '["worker"]'),
+    ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 3}}', '"index": 3'),
+    ('{"cluster": {"worker": ["a:1", "b:1"]}}', 'task'),
+    ('{"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "task": {"type": "worker", "index": 0}}', 'no parameter servers'),
+    ('{"cluster": {"ps": ["a:1"], "chief": ["b:1"]}, "task": {"type": "chief", "index": 0}}', '"worker": ["host:port", ...]'),
   ],
 )
 def test_a_wrong_tf_config_is_quoted(config, words):
@@ -373,22 +349,34 @@ def test_a_wrong_tf_config_is_quoted(config, words):
   assert 'TF_CONFIG' in str(raised.value) and words in str(raised.value)
 
 
-def test_a_right_tf_config_names_the_task():
-  jobs = {'ps': ['a:1'], 'worker': ['b:1', 'c:1']}
-  config = {'cluster': dict(jobs, evaluator=['d:1']), 'task': {'type': 'worker', 'index': 1}, 'environment': 'cloud'}
-  assert train.read_tf_config(json.dumps(config)) == (jobs, 'worker', 1)
+def test_a_right_tf_config_names_the_workers_and_this_one():
+  config = {'cluster': {'worker': ['b:1', '[::1]:2'], 'chief': ['a:1'], 'evaluator': ['d:1']},
+            'task': {'type': 'worker', 'index': 1}, 'environment': 'cloud'}  # fmt: skip
+  workers = [('chief 0', 'a:1'), ('worker 0', 'b:1'), ('worker 1', '[::1]:2')]
+  assert train.read_tf_config(json.dumps(config)) == (workers, 'worker 1')
   config['task']['index'] = '1'  # as some schedulers write it
-  assert train.read_tf_config(json.dumps(config)) == (jobs, 'worker', 1)
-  assert train.read_tf_config(json.dumps({'task': {'type': 'evaluator'}}))[1] == 'evaluator'
-  for alone in ('', '{}', '{"cluster": {}}', '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'):
-    assert train.read_tf_config(alone) is None
+  assert train.read_tf_config(json.dumps(config)) == (workers, 'worker 1')
+  assert train.read_tf_config(json.dumps({'task': {'type': 'evaluator'}})) == ([], 'evaluator 0')
+  alone = ['', '{}', '{"cluster": {}}', '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}']
+  for text in alone + ['{"cluster": {"chief": ["a:1"]}}']:
+    assert train.read_tf_config(text)[0] == []
 
 
-def test_an_address_in_use_is_a_clean_error():
+def test_a_parameter_server_of_an_old_manifest_ends_well(monkeypatch, capsys):
+  monkeypatch.setenv('TF_CONFIG', '{"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "task": {"type": "ps", "index": 0}}')
+  with pytest.raises(SystemExit) as end:
+    call(train)
+  assert end.value.code == 0 and 'ps 0 has nothing to do' in capsys.readouterr().err
+
+
+def test_an_address_in_use_is_a_clean_error(monkeypatch):
+  monkeypatch.setattr(os, 'environ', dict(os.environ))  # where it names hosts that are reached without a proxy
   with socket.socket() as taken:
     taken.bind(('', 0))
     taken.listen(1)
-    port = taken.getsockname()[1]
-    config = {'cluster': {'ps': ['127.0.0.1:%d' % port], 'worker': ['127.0.0.1:1']}, 'task': {'type': 'ps', 'index': 0}}
-    line = clean_error('train.py', env={'TF_CONFIG': json.dumps(config)})
-  assert 'ps 0 at 127.0.0.1:%d cannot listen on port %d' % (port, port) in line and 'Address already in use' in line
+    address = '127.0.0.1:%d' % taken.getsockname()[1]
+    try:
+      with pytest.raises(train.flags.Error, match='worker 0 at %s cannot listen: .*Address already in use' % address):
+        train.AllReduce([('worker 0', address), ('worker 1', 'b:1')], 'worker 0', 1)
+    finally:
+      signal.set_wakeup_fd(-1)

@@ -222,56 +222,35 @@ def test_on_gpus_variables_are_spread_by_size_and_cross_once_to_each_other_tower
     assert 'nccl' not in op.type.lower()
 
 
-def test_variables_are_spread_largest_first_where_least_is(full_size):
-  sizes = {'a': 5, 'b': 3, 'c': 1, 'd': 2, 'e': 9}
-  assert train.spread(sizes, ['/gpu:0', '/gpu:1']) == {
-    'e': '/gpu:0',
-    'a': '/gpu:1',
-    'b': '/gpu:1',
-    'd': '/gpu:1',
-    'c': '/gpu:0',
-  }
-  where = train.spread(train.sizes_of_variables(10), ['x', 'y'])
-  assert len(where) == 38
-  bytes_on_x = sum(size for name, size in train.sizes_of_variables(10).items() if where[name] == 'x')
-  assert abs(bytes_on_x / (4 * 38947914) - 0.5) < 0.01
+def test_variables_are_spread_evenly_over_two_devices(full_size):
+  sizes = network.variable_sizes(10)
+  chosen = network.spread_variables(['x', 'y'], 10)
+  assert len(chosen) == 38 and sum(sizes.values()) == 4 * 38947914
+  assert abs(sum(size for name, size in sizes.items() if chosen[name] == 'x') / (4 * 38947914) - 0.5) < 0.01
+  # The largest first, each where the fewest bytes are: fc7 on one side, then the largest convolutions on the other.
+  assert chosen['fc7/weights'] == 'x' and {chosen['conv5_%d/weights' % i] for i in range(1, 5)} == {'y'}
 
 
 def test_place_follows_the_plan_for_variables_and_pinned_devices_for_the_rest():
-  with tf.Graph().as_default(), tf.device(train.place('/cpu:3', {'v': '/cpu:1'})):
+  with tf.Graph().as_default(), tf.device(network.place('/cpu:3', {'v': '/cpu:1'})):
     assert tf.get_variable('v', [2], use_resource=True).op.device.upper().endswith('CPU:1')
     assert tf.constant(1).op.device.upper().endswith('CPU:3')
     with tf.device('/cpu:2'):
       assert tf.constant(1).op.device.upper().endswith('CPU:2')
 
 
-def test_training_ends_when_the_images_of_the_epochs_are_seen_or_at_max_steps():
-  def steps_made(images_a_step, *arguments):
-    """Steps until StopHook ends a session whose steps take so many images, where the global batch was to be 8."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    train.FLAGS(['train.py', '--epochs', '0.5'] + list(arguments))
-    try:
-      with tf.Graph().as_default():
-        step, seen = tf.Variable(0, dtype=tf.int64), tf.Variable(0, dtype=tf.int64)
-        update = tf.group(step.assign_add(1), seen.assign_add(images_a_step))
-        with tf.control_dependencies([update]):
-          report = {'step': step.read_value(), 'images_seen': seen.read_value()}
-        hook = train.StopHook(report, train.steps_to_do(None, 80, 8))
-        made = 0
-        with tf.train.MonitoredSession(hooks=[hook]) as session:
-          while not session.should_stop():
-            session.run(update)
-            made += 1
-    finally:
-      for name in train.FLAGS:
-        train.FLAGS[name].unparse()
-      for number, handler in handlers.items():
-        signal.signal(number, handler)
-    return made
+# ---- when it ends
 
-  assert steps_made(8) == 5
-  assert steps_made(4) == 10  # half of the workers are out
-  assert steps_made(8, '--max_steps', '3') == 3
+
+def test_training_ends_when_the_images_of_the_epochs_are_seen_or_at_max_steps(small_data, tmp_path):
+  def end_of(*arguments):
+    call(train, '--data_dir', small_data, '--checkpoint_dir', tmp_path / 'out', *arguments)
+    return value_of(tmp_path / 'out', 'global_step'), value_of(tmp_path / 'out', 'images_seen')
+
+  # Of 200 images; the last update may take more.
+  assert end_of('--epochs', 0.1, '--batch_size', 8, '--max_steps', 2) == (2, 16)
+  assert end_of('--epochs', 0.1, '--batch_size', 8) == (3, 24)
+  assert end_of('--epochs', 0.2, '--batch_size', 4) == (7, 40)
 
 
 # ---- the command
@@ -383,7 +362,7 @@ def test_steps_that_are_done_already_are_not_done_again(resumable, small_data, c
   before = {name: os.stat(os.path.join(resumable, name)).st_mtime_ns for name in os.listdir(resumable)}
   call(train, '--data_dir', small_data, '--checkpoint_dir', resumable, '--max_steps', 2)
   stderr = capsys.readouterr().err
-  assert 'nothing to do' in stderr and 'step 2' in stderr
+  assert 'nothing to do: %s is of step 2;' % os.path.join(resumable, 'model.ckpt-2') in stderr
   assert {name: os.stat(os.path.join(resumable, name)).st_mtime_ns for name in os.listdir(resumable)} == before
 
 
@@ -481,8 +460,8 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     weights = tf.get_variable('weights', initializer=[1.0, 2.0], use_resource=True)
     update = tf.group(weights.assign([1.0, np.inf]), tf.train.get_global_step().assign_add(1))
     with tf.control_dependencies([update]):
-      model = train.Model(update, {'step': tf.train.get_global_step().read_value()}, tf.constant(True))
-    hook = train.CheckpointHook(model, str(tmp_path), 1, 5)
+      model = train.Model(update, {'step': tf.train.get_global_step().read_value()}, tf.constant(True), None)
+    hook = train.CheckpointHook(model, network.CheckpointWriter(str(tmp_path), 5), 1)
     finite_only = pytest.raises(train.flags.Error, match='step 1: .* not finite')
     with finite_only, tf.train.MonitoredSession(hooks=[hook]) as session:
       session.run(update)
