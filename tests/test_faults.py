@@ -30,7 +30,9 @@ FORMS = [pytest.param(False, id='short'), pytest.param(True, id='long', marks=lo
 # ---- SIGKILL
 
 # train.py, but with a progress line at each step: how far a killed run has come.
-EVERY_STEP = 'import train; train.SUMMARY_STEPS, train.LINE_SECONDS = 1, 0; train.run(train.main, train.FLAGS, train.__doc__)'
+EVERY_STEP = (
+  'import data_input, train; train.SUMMARY_STEPS, train.LINE_SECONDS = 1, 0; data_input.run(train.main, train.FLAGS, "")'
+)
 
 
 def killed_run(data, folder, log, seconds):

@@ -10,7 +10,8 @@
   input     training queue                             against one image at a time, tf.data, torch's DataLoader
   train     train.py, run as a command                 against its bare step, constant input
   towers    4 towers of 32 on 4 virtual CPU devices    against 1 tower of 128
-  cluster   1 parameter server, 2 workers of 64        against train.py alone, batch 128, on the same cores
+  cluster   2 workers of 64 on this machine            against train.py alone, batch 128, on the same cores
+  hosts     2 and 4 hosts on links of 200 Mbit/s       against what the links allow; needs root, ip and tc
   val       val.py's pass over the test set            against the bare forward pass, constant input
   predict   test_tfrecords.py's pass over the same     against the bare forward pass, constant input
   convert   toTFRecords.py's conversion of 10,000 PNG  against a plain loop of Pillow reads
@@ -60,6 +61,7 @@ flags = tf.app.flags
 FLAGS = flags.FlagValues()
 flags.DEFINE_string('data_dir', 'data', 'CIFAR-10; where there is no such folder, a synthetic set is made', flag_values=FLAGS)
 flags.DEFINE_integer('repeats', 5, 'rounds of which the median is taken', 1, flag_values=FLAGS)
+flags.DEFINE_integer('piece_bytes', train.PIECE_BYTES, 'of `hosts`: pieces of a gradient', 4, flag_values=FLAGS)
 flags.DEFINE_string('worker', None, 'of a process that the benchmark starts: the side that it is', flag_values=FLAGS)
 flags.DEFINE_string('scratch', None, 'of such a process: the folder for temporary files', flag_values=FLAGS)
 
@@ -287,35 +289,111 @@ def our_train():
   return measure
 
 
-def loopback_bytes():
-  with open('/proc/net/dev') as f:
-    return int(next(line for line in f if line.strip().startswith('lo:')).split(':')[1].split()[0])
+def tf_configs(addresses):
+  """TF_CONFIG of each of the workers at `addresses`."""
+  return [json.dumps({'cluster': {'worker': addresses}, 'task': {'type': 'worker', 'index': i}}) for i in range(len(addresses))]
 
 
-def our_cluster(workers=2):
-  """Also prints what crossed the loopback interface for a step and worker, beside twice the size of all variables."""
-
+def our_cluster(count=2):
   def measure():
     with tempfile.TemporaryDirectory(dir=FLAGS.scratch) as folder, contextlib.ExitStack() as sockets:
-      listeners = [sockets.enter_context(socket.socket()) for _ in range(1 + workers)]
+      listeners = [sockets.enter_context(socket.socket()) for _ in range(count)]
       for listener in listeners:
         listener.bind(('127.0.0.1', 0))
       addresses = ['127.0.0.1:%d' % listener.getsockname()[1] for listener in listeners]
       sockets.close()
-      processes = []
-      for job, index in [('ps', 0)] + [('worker', i) for i in reversed(range(workers))]:
-        config = {'cluster': {'ps': addresses[:1], 'worker': addresses[1:]}, 'task': {'type': job, 'index': index}}
-        processes.append(subprocess.Popen(train_command(BATCH // workers) + [folder], cwd=HOME, stderr=subprocess.PIPE,
-                                          env=dict(ENVIRONMENT, TF_CONFIG=json.dumps(config)), universal_newlines=True))  # fmt: skip
-      counts = [loopback_bytes() for line in processes[-1].stderr if re.match(r'step (1|%d)/' % (TRAIN_STEPS + 1), line)]
-      for process in processes:
-        process.communicate()
-      parameters = sum(layer[2] for layer in layers())
-      print('cluster: %.1f MB a step and worker over the loopback interface; the variables twice: %.1f MB'
-            % ((counts[-1] - counts[0]) / TRAIN_STEPS / workers / 1e6, 2 * 4 * parameters / 1e6), file=sys.stderr)  # fmt: skip
+      workers = [subprocess.Popen(train_command(BATCH // count) + [folder], cwd=HOME, env=dict(ENVIRONMENT, TF_CONFIG=config))
+                 for config in tf_configs(addresses)]  # fmt: skip
+      assert [worker.wait() for worker in workers] == [0] * count
       return rate_of_training(folder)
 
   return measure
+
+
+# ---------------------------------------------------------------- hosts
+
+HOST_STEPS = 4  # that are measured
+HOST_BATCH = 16  # small: what is measured is the network
+LINK_MBITS = 200  # of each host, each way
+# train.py with another size of the pieces that gradients travel in.
+TRAIN_WITH_PIECES = (
+  'import sys, data_input, train; train.PIECE_BYTES = int(sys.argv.pop(1)); data_input.run(train.main, train.FLAGS, "")'
+)
+
+
+@contextlib.contextmanager
+def linked_hosts(count):
+  """Network namespaces host0, host1, ... with the addresses 10.99.0.1, ..., each behind a link of LINK_MBITS."""
+  limit = ['root', 'tbf', 'rate', '%dmbit' % LINK_MBITS, 'burst', '256kb', 'latency', '400ms']
+
+  def run(words, *more):
+    subprocess.check_call(words.split() + list(more))
+
+  try:
+    run('ip link add hosts type bridge')
+    run('ip link set hosts up')
+    for i in range(count):
+      run('ip netns add host%d' % i)
+      run('ip link add link%d type veth peer name eth netns host%d' % (i, i))
+      run('ip link set link%d master hosts up' % i)
+      run('ip -n host%d addr add 10.99.0.%d/24 dev eth' % (i, i + 1))
+      run('ip -n host%d link set eth up' % i)
+      run('ip -n host%d link set lo up' % i)
+      run('tc qdisc add dev link%d' % i, *limit)
+      run('ip netns exec host%d tc qdisc add dev eth' % i, *limit)
+    yield ['10.99.0.%d:2222' % (i + 1) for i in range(count)]
+  finally:
+    for i in range(count):
+      subprocess.call(['ip', 'link', 'del', 'link%d' % i], stderr=subprocess.DEVNULL)
+      subprocess.call(['ip', 'netns', 'del', 'host%d' % i], stderr=subprocess.DEVNULL)
+    subprocess.call(['ip', 'link', 'del', 'hosts'], stderr=subprocess.DEVNULL)
+
+
+def bytes_of_first_host():
+  """Received and sent."""
+  command = ['ip', 'netns', 'exec', 'host0', 'cat'] + ['/sys/class/net/eth/statistics/%s_bytes' % way for way in ('rx', 'tx')]
+  return np.array(subprocess.check_output(command).split(), float)
+
+
+def step_of_hosts(count):
+  """Seconds a step of train.py on `count` hosts, the bytes a host receives and sends in it, and the memory it had at most."""
+  with linked_hosts(count) as addresses, tempfile.TemporaryDirectory(dir=FLAGS.scratch) as folder:
+    workers = []
+    for i, config in enumerate(tf_configs(addresses)):
+      command = ['ip', 'netns', 'exec', 'host%d' % i, sys.executable, '-c', TRAIN_WITH_PIECES, str(FLAGS.piece_bytes)]
+      command += ['--data_dir', FLAGS.data_dir, '--checkpoint_dir', folder, '--batch_size', str(HOST_BATCH), '--max_steps',
+                  str(HOST_STEPS + 1)]  # fmt: skip
+      workers.append(subprocess.Popen(command, cwd=HOME, env=dict(ENVIRONMENT, TF_CONFIG=config), stderr=subprocess.PIPE,
+                                      universal_newlines=True))  # fmt: skip
+    steps = re.compile(r'step (1|%d)/' % (HOST_STEPS + 1))
+    moments = [(time.time(), bytes_of_first_host()) for line in workers[0].stderr if steps.match(line)]
+    memory = os.wait4(workers[0].pid, 0)[2].ru_maxrss * 1024
+    for worker in workers[1:]:
+      worker.communicate()
+    (begin, before), (end, after) = moments
+    return (end - begin) / HOST_STEPS, (after - before) / HOST_STEPS, memory
+
+
+def hosts(scratch):
+  """Yields rows: what, measured, by arithmetic, ratio."""
+  FLAGS.scratch = scratch
+  try:
+    alone, _, memory_alone = step_of_hosts(1)
+  except (OSError, subprocess.CalledProcessError) as error:
+    yield 'hosts: not measured, needs root, ip and tc (%s)' % error, '-', '-', ''
+    return
+  yield 'hosts: 1, seconds a step', alone, '-', ''
+  gradients = 4 * sum(layer[2] for layer in layers())
+  for count in (2, 4):
+    seconds, moved, memory = step_of_hosts(count)
+    expected = 2 * (count - 1) / count * gradients
+    on_the_link = expected * 8 / LINK_MBITS / 1e6
+    for way, measured in zip(('received', 'sent'), moved):
+      yield 'hosts: %d, MB a host %s a step' % (count, way), measured / 1e6, expected / 1e6, measured / expected
+    # The hosts share the cores of this machine.
+    beyond = seconds - count * alone
+    yield 'hosts: %d, seconds a step (%.2f) less computing' % (count, seconds), beyond, on_the_link, beyond / on_the_link
+    yield 'hosts: %d, GB of memory, beside one alone' % count, memory / 1e9, memory_alone / 1e9, memory / memory_alone
 
 
 def layers():
@@ -444,11 +522,12 @@ BENCHMARKS = {  # ours, then what it is compared with
     Side('4 towers of 32', lambda: our_step(['/cpu:%d' % i for i in range(4)], BATCH // 4)),
     Side('1 of 128', lambda: our_step(['/cpu:0'], BATCH)),
   ],
-  'cluster': [Side('1 ps + 2 workers of 64', our_cluster), Side('train.py alone', our_train)],
+  'cluster': [Side('2 workers of 64', our_cluster), Side('train.py alone', our_train)],
   'val': [Side('val.py', our_validation), FORWARD],
   'predict': [Side('test_tfrecords.py', our_prediction), FORWARD],
   'convert': [Side('toTFRecords.py', our_conversion), Side('Pillow reads', pillow_reads, 'PIL')],
 }
+ALL = list(BENCHMARKS) + ['hosts']
 ROW = '%-60s %10s %10s  %s'
 
 
@@ -509,7 +588,7 @@ def compare(name, scratch):
   for side in references:
     values = '-', '-', '%s is not installed' % side.module
     if side in able:
-      values = '%.1f' % medians[ours], '%.1f' % medians[side], '%6.2f' % (medians[ours] / medians[side])
+      values = medians[ours], medians[side], medians[ours] / medians[side]
     yield ('%s: %s / %s' % (name, ours.what, side.what), *values)
 
 
@@ -517,8 +596,8 @@ def main(names):
   if FLAGS.worker:
     return serve()
   for name in names:
-    if name not in BENCHMARKS:
-      raise flags.Error("there is no benchmark '%s': choose from %s" % (name, ', '.join(BENCHMARKS)))
+    if name not in ALL:
+      raise flags.Error("there is no benchmark '%s': choose from %s" % (name, ', '.join(ALL)))
   for number in (signal.SIGINT, signal.SIGTERM):  # unwinds, so that the processes and their files go
     signal.signal(number, lambda number, _: sys.exit(128 + number))
   with tempfile.TemporaryDirectory() as scratch:
@@ -528,9 +607,11 @@ def main(names):
       FLAGS.data_dir = os.path.join(scratch, 'data')
       synthesise(FLAGS.data_dir, 10000)
     print(ROW % ('images/s, TensorFlow %s, %d cores' % (tf.__version__, os.cpu_count()), 'ours', 'reference', ' ratio'))
-    for name in names or BENCHMARKS:
-      for row in compare(name, scratch):
-        print(ROW % row, flush=True)
+    for name in names or ALL:
+      for row in hosts(scratch) if name == 'hosts' else compare(name, scratch):
+        what, *numbers = row
+        numbers = [number if isinstance(number, str) else '%.2f' % number for number in numbers]
+        print(ROW % (what, *numbers), flush=True)
 
 
 if __name__ == '__main__':
