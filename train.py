@@ -75,7 +75,7 @@ def tower_devices(num_gpus):
 
 # ---------------------------------------------------------------- several machines
 
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 16 << 20
 LOOK_SECONDS = 0.5  # between looks whether the other workers still answer
 RESTART_SECONDS = 2  # from the loss of a worker to the restart, in which all others find out
 TF_CONFIG_FORM = '{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}'
@@ -125,7 +125,7 @@ class Alone(object):
   def share(self, variables):
     return tf.no_op()
 
-  def average(self, tensors):
+  def sums(self, tensors):
     return tensors
 
   @contextlib.contextmanager
@@ -150,7 +150,6 @@ class AllReduce(Alone):
     self._names = ['%s at %s' % worker for worker in workers]
     self._urls = [urllib.parse.urlsplit('//' + address) for _, address in workers]
     self._collectives = 0
-    self._weight = None
     self._barrier = None
     self._phase = 'joining'
     self._signals, wake = os.pipe()
@@ -203,7 +202,6 @@ class AllReduce(Alone):
     for name, here, there in zip(same, own[len(start) :], of_chief[len(start) :]):
       if here != there:
         raise flags.Error('%s is %g here but %g at %s: give all workers the same' % (name, here, there, self._names[0]))
-    self._weight = images / all_images
     return [int(number) for number in of_chief[: len(start)]], int(all_images)
 
   def share(self, variables):
@@ -212,13 +210,13 @@ class AllReduce(Alone):
       values = [variable.value() if self.rank == 0 else tf.zeros_like(variable.value()) for variable in variables]
       return tf.group([variable.assign(self._sum(value)).op for variable, value in zip(variables, values)])
 
-  def average(self, tensors):
-    """Means over the images of all workers, from means over this worker's."""
+  def sums(self, tensors):
+    """The sums of tensors over all workers."""
     with tf.device('/cpu:0'):
       self._barrier = self._sum(tf.zeros([1]))
-      means = [self._sum(self._weight * tensor) for tensor in tensors]
-      with tf.control_dependencies(means):  # no worker updates a variable before it has all means
-        return [tf.identity(mean) for mean in means]
+      sums = [self._sum(tensor) for tensor in tensors]
+      with tf.control_dependencies(sums):  # no worker updates a variable before it has all gradients
+        return [tf.identity(value) for value in sums]
 
   @contextlib.contextmanager
   def together(self, session):
@@ -315,21 +313,23 @@ def make_counters():
 Model = collections.namedtuple('Model', 'train_op report finite signalled')
 
 
-def build(data, devices, epochs, peak, momentum, keep_prob, average=ALONE.average, global_batch=None):
+def build(data, devices, epochs, peak, momentum, keep_prob, global_batch=None, sums=ALONE.sums):
   """The training graph: a tower on each of `devices`, fed from the queue of `data`.
 
   Args:
-    average: function from tensors that are means over the images of this process to means over all images of an update.
-    global_batch: the number of the latter; None where there are no others.
+    global_batch: images of an update; more than those of the towers where other processes have a part in it.
+    sums: function of a list of tensors that gives their sums over all processes.
 
   Returns:
     Model: train_op; report, a dict of scalars: step, images_seen and epoch after the update, and loss, cross_entropy,
     accuracy, learning_rate and queue_fill of before it, means over the images; finite, bool: loss and gradients are;
-    signalled, a placeholder: what is fed there comes out as report['signalled'], a mean as the others.
+    signalled, a placeholder: what is fed there comes out as report['signalled'], a mean as well.
   """
+  own_batch = len(devices) * data.batch_size
+  weight = own_batch / (global_batch or own_batch)  # of this process in the means over all images
   global_step, images_seen = make_counters()
   with tf.device('/cpu:0'):
-    seen_after = images_seen + (global_batch or len(devices) * data.batch_size)
+    seen_after = images_seen + (global_batch or own_batch)
     rate = learning_rate(seen_after, data.num_records, epochs, peak)
     signalled = tf.placeholder_with_default(0.0, [], 'signalled')
   optimizer = tf.train.MomentumOptimizer(rate, momentum)
@@ -340,15 +340,15 @@ def build(data, devices, epochs, peak, momentum, keep_prob, average=ALONE.averag
     with tf.device(network.place(device, variable_devices)), tf.name_scope('tower_%d' % i):
       with tf.variable_scope('', reuse=i > 0):
         tower = network.NETWORK(*data.next_batch(), keep_prob, data.num_classes, True)
-      tower_grads.append(optimizer.compute_gradients(tower.losses, tf.trainable_variables()))
+      tower_grads.append(optimizer.compute_gradients(weight * tower.losses, tf.trainable_variables()))
       towers.append(tower)
   gradients, variables = zip(*average_gradients(tower_grads))
   with tf.device('/cpu:0'):
     names = 'loss', 'cross_entropy', 'accuracy', 'queue_fill', 'signalled'
     of_towers = zip(*[(tower.losses, tower.cross_entropy, tower.accuracy) for tower in towers])
     means = [tf.add_n(values) / len(towers) for values in of_towers]
-    numbers = tf.stack(means + [tf.cast(data.queue_fill, tf.float32), signalled])
-  *gradients, numbers = average(list(gradients) + [numbers])
+    numbers = weight * tf.stack(means + [tf.cast(data.queue_fill, tf.float32), signalled])
+  *gradients, numbers = sums(list(gradients) + [numbers])
   with tf.control_dependencies([numbers]):  # an update must copy a variable whose old value is still to be used
     update = optimizer.apply_gradients(zip(gradients, variables), global_step)
 
@@ -573,7 +573,7 @@ def main(_):
       data_input.say('nothing to do: %s is of step %d; raise --epochs or --max_steps to go on' % (source, first_step))
       return
     update = FLAGS.epochs, FLAGS.learning_rate, FLAGS.momentum, FLAGS.keep_prob
-    model = build(data, devices, *update, average=workers.average, global_batch=global_batch)
+    model = build(data, devices, *update, global_batch, workers.sums)
     print_header(devices, global_batch, data)
     resuming = 'resuming %s, step %d of %d' % (source, first_step, last_step)
     data_input.say(resuming if first_step else 'starting, %d steps' % last_step)

@@ -23,9 +23,9 @@ HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # fmt: off
 MUTANTS = [
   # The loss, the gradients and the update.
-  ('train.py', 'compute_gradients(tower.losses,', 'compute_gradients(tower.cross_entropy,'),
-  ('train.py', 'compute_gradients(tower.losses,', 'compute_gradients(tower.losses + tower.weight_decay,'),
-  ('train.py', 'compute_gradients(tower.losses,', 'compute_gradients((towers + [tower])[0].losses,'),
+  ('train.py', 'compute_gradients(weight * tower.losses,', 'compute_gradients(weight * tower.cross_entropy,'),
+  ('train.py', 'compute_gradients(weight * tower.losses,', 'compute_gradients(weight * (tower.losses + tower.weight_decay),'),
+  ('train.py', 'compute_gradients(weight * tower.losses,', 'compute_gradients(weight * (towers + [tower])[0].losses,'),
   ('train.py', 'MomentumOptimizer(rate, momentum)', 'MomentumOptimizer(peak, momentum)'),
   ('train.py', 'MomentumOptimizer(rate, momentum)', 'MomentumOptimizer(rate, 0.0)'),
   ('train.py', 'tf.add_n(gradients) / len(gradients)', 'tf.add_n(gradients)'),
@@ -47,7 +47,7 @@ MUTANTS = [
   ('train.py', 'self._first_step + 1, self._last_step)', 'self._first_step, self._last_step)'),
   ('train.py', 'if signalled or self.done:', 'if self.done:'),
   # Several machines.
-  ('train.py', 'self._sum(self._weight * tensor)', 'self._sum(tensor / len(self._names))'),
+  ('train.py', 'weight = own_batch / (global_batch or own_batch)', 'weight = 0.5 if global_batch else 1.0'),
   ('train.py', 'variable.value() if self.rank == 0 else', 'variable.value() if self.rank == 1 else'),
   ('train.py', '[os.environ.get(variable, \'\')] + [url.hostname for url in self._urls]', '[os.environ.get(variable, \'\')]'),
   ('train.py', "warn('lost %s;", "warn('lost %.0s;"),

@@ -72,7 +72,7 @@ def build(first, towers, batch, spoilt=False):
   if spoilt:
     data.images[:] = np.nan
   devices = ['/cpu:%d' % i for i in range(towers)]
-  return train.build(data, devices, 1, 0.1, 0.9, 1, workers.average, 16)
+  return train.build(data, devices, 1, 0.1, 0.9, 1, 16, workers.sums)
 
 def run(model, steps, name):
   # Only the first worker has the values to start with.
