@@ -75,7 +75,7 @@ def tower_devices(num_gpus):
 
 # ---------------------------------------------------------------- several machines
 
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 16 << 20  # in smaller pieces gradients take more of the CPU, in one piece longer on the link; see the README
 LOOK_SECONDS = 0.5  # between looks whether the other workers still answer
 RESTART_SECONDS = 2  # from the loss of a worker to the restart, in which all others find out
 TF_CONFIG_FORM = '{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}'
