@@ -82,10 +82,7 @@ TF_CONFIG_FORM = '{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "
 
 
 def read_tf_config(text):
-  """What TF_CONFIG says: ([(name, 'host:port')] of the workers, the chief first; job and index of this process).
-
-  The list is empty where this process trains alone. Raises flags.Error with what is wrong.
-  """
+  """What TF_CONFIG says: ([(name, 'host:port')] of the workers, chief first; empty if this one trains alone), its own name."""
   wrong = flags.Error('TF_CONFIG must be %s, not %s' % (TF_CONFIG_FORM, text))
   try:
     config = json.loads(text or '{}')
@@ -129,7 +126,11 @@ class Alone(object):
     return tensors
 
   @contextlib.contextmanager
-  def together(self, session):
+  def steps(self, session):
+    yield
+
+  @contextlib.contextmanager
+  def recovery(self):
     yield
 
 
@@ -219,14 +220,24 @@ class AllReduce(Alone):
         return [tf.identity(value) for value in sums]
 
   @contextlib.contextmanager
-  def together(self, session):
+  def steps(self, session):
     """A context for the steps, which ends when all workers have done the last one."""
     self._phase = 'training'
     try:
       yield
       session.raw_session().run(self._barrier)
+      self._phase = 'over'
+    except flags.Error:
+      self._phase = 'over'  # on all workers
+      raise
+
+  @contextlib.contextmanager
+  def recovery(self):
+    """A context for all work with other workers: where one of them is lost, this process starts again."""
+    try:
+      yield
     except tf.errors.OpError:
-      time.sleep(5 * RESTART_SECONDS)  # if a worker is lost, the watching thread acts meanwhile
+      time.sleep(5 * RESTART_SECONDS)  # in which the watching thread finds who is lost
       raise
     finally:
       self._phase = 'over'
@@ -285,12 +296,8 @@ def learning_rate(images_seen, num_records, epochs, peak):
 def average_gradients(tower_grads):
   """Mean of each variable's gradients over the towers, computed where the variable lives.
 
-  Args:
-    tower_grads: a list over towers of [(gradient, variable)], in the same order of variables.
-  Returns:
-    [(mean gradient, variable)].
-  Raises:
-    ValueError: a gradient is None; the message names the variable.
+  `tower_grads` is a list over towers of [(gradient, variable)], in the same order of variables. Returns
+  [(mean gradient, variable)]. Raises ValueError where a gradient is None, with the name of its variable.
   """
   average = []
   for pairs in zip(*tower_grads):
@@ -374,8 +381,7 @@ class StopHook(tf.train.SessionRunHook):
   def __init__(self, model, last_step):
     self.signum = None  # the signal that has come to this process
     self.done = False  # whether the last step is done
-    self._fetch = [model.report['step'], model.report['signalled']]
-    self._fed = model.signalled
+    self._model = model
     self._last_step = last_step
     self._previous = {}
 
@@ -391,7 +397,8 @@ class StopHook(tf.train.SessionRunHook):
       signal.signal(number, handler)
 
   def before_run(self, _):
-    return tf.train.SessionRunArgs(self._fetch, {self._fed: float(self.signum is not None)})
+    fetches = [self._model.report['step'], self._model.report['signalled']]
+    return tf.train.SessionRunArgs(fetches, {self._model.signalled: float(self.signum is not None)})
 
   def after_run(self, run_context, values):
     step, signalled = values.results
@@ -486,10 +493,9 @@ class ProgressHook(tf.train.SessionRunHook):
     now, step = time.time(), last['step']
     mean = {name: float(np.mean([point[name] for point in self._points])) for name in self._report}
     mean['images_per_second'] = (last['images_seen'] - self._images_seen) / (now - self._since)
-    seconds_left = (self._last_step - step) * (now - self._since) / len(self._points)
+    left = tqdm.format_interval((self._last_step - step) * (now - self._since) / len(self._points))
     self._since, self._points, self._images_seen = now, [], last['images_seen']
     self._summaries.add(data_input.scalars({name: mean[name] for name in mean if name not in ('step', 'images_seen')}), step)
-    left = tqdm.format_interval(seconds_left)
     self._bar.update(step - self._bar.n)
     self._bar.set_description_str('step %d/%d  %s left' % (step, self._last_step, left))
     if now > self._line_time + LINE_SECONDS or step == self._last_step:
@@ -533,7 +539,7 @@ def train(workers, model, hooks, checkpoint, num_cpus):
   config = workers.session_config(num_cpus)
   try:
     # It raises what goes wrong, where MonitoredTrainingSession would start again in this process.
-    with tf.train.SingularMonitoredSession(hooks, scaffold, workers.target, config) as session, workers.together(session):
+    with tf.train.SingularMonitoredSession(hooks, scaffold, workers.target, config) as session, workers.steps(session):
       while not session.should_stop():
         session.run(model.train_op)
   except (tf.errors.NotFoundError, tf.errors.PermissionDeniedError, tf.errors.DataLossError) as error:
@@ -559,21 +565,20 @@ def main(_):
   is_chief = workers.rank == 0
   checkpoint = network.resume_point(FLAGS.checkpoint_dir) if is_chief else None
   folder = os.path.dirname(checkpoint) or '.' if checkpoint else FLAGS.checkpoint_dir
-  with tf.Graph().as_default(), tf.device(workers.device):
+  with workers.recovery(), tf.Graph().as_default(), tf.device(workers.device):
     tf.set_random_seed(None if FLAGS.seed is None else FLAGS.seed + workers.rank)
     data = data_input.data_input(FLAGS.data_dir, FLAGS.batch_size, len(data_input.CLASSES), True, FLAGS.num_threads)
     same = {'--epochs': FLAGS.epochs, '--max_steps': FLAGS.max_steps or 0, '--learning_rate': FLAGS.learning_rate,
             '--momentum': FLAGS.momentum, 'number of records': data.num_records}  # fmt: skip
-    counters, global_batch = workers.agree(read_counters(checkpoint), same, len(devices) * FLAGS.batch_size)
-    first_step, images_seen = counters
+    start = read_counters(checkpoint)
+    (first_step, images_seen), global_batch = workers.agree(start, same, len(devices) * FLAGS.batch_size)
     steps_to_do = max(0, math.ceil((FLAGS.epochs * data.num_records - images_seen) / global_batch))
     last_step = min(first_step + steps_to_do, FLAGS.max_steps or math.inf)
     source = checkpoint or "the chief's checkpoint"
     if first_step >= last_step:
       data_input.say('nothing to do: %s is of step %d; raise --epochs or --max_steps to go on' % (source, first_step))
       return
-    update = FLAGS.epochs, FLAGS.learning_rate, FLAGS.momentum, FLAGS.keep_prob
-    model = build(data, devices, *update, global_batch, workers.sums)
+    model = build(data, devices, FLAGS.epochs, FLAGS.learning_rate, FLAGS.momentum, FLAGS.keep_prob, global_batch, workers.sums)
     print_header(devices, global_batch, data)
     resuming = 'resuming %s, step %d of %d' % (source, first_step, last_step)
     data_input.say(resuming if first_step else 'starting, %d steps' % last_step)

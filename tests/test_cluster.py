@@ -110,7 +110,7 @@ with tf.Graph().as_default(), tf.device(workers.device):
   with tf.train.SingularMonitoredSession([], None, workers.target, workers.session_config(1)) as session:
     print('full size', flush=True)
     sys.stdin.readline()
-    with workers.together(session):
+    with workers.steps(session):
       session.run(model.train_op)
 """
 
