@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
@@ -56,9 +57,13 @@ def pytest_configure(config):
 def pytest_runtest_protocol(item):
   """Ends the whole run, naming the test and showing all stacks, where one test takes longer than its time."""
   seconds = 3600 if item.get_closest_marker('long') else TEST_SECONDS
+  named = threading.Timer(seconds - 1, os.write, [item.config.real_stderr, b'\nHANGS %s\n' % item.nodeid.encode()])
+  named.daemon = True
+  named.start()
   faulthandler.dump_traceback_later(seconds, exit=True, file=item.config.real_stderr)
   yield
   faulthandler.cancel_dump_traceback_later()
+  named.cancel()
 
 
 # ---------------------------------------------------------------- a narrow VGG19

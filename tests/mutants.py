@@ -140,8 +140,7 @@ def failed_test(name, text):
   output = done.stdout.decode(errors='replace')
   if done.returncode == 0:
     return None
-  # A failure, an error of collection, or of a test that hung the line of the stack that is in a test.
-  found = re.search(r'^(?:FAILED|ERROR) (.*?)(?: - |$)', output, re.M) or re.search(r'File .* in (test_\w+)', output)
+  found = re.search(r'^(?:FAILED|ERROR|HANGS) (.*?)(?: - |$)', output, re.M)
   return found.group(1) if found else output[-300:]
 
 
