@@ -1,4 +1,4 @@
-"""Trains VGG19 on CIFAR-10: one tower a GPU, gradients averaged, one update.
+"""Trains VGG19 on CIFAR-10: one tower per GPU, gradients averaged, one update.
 
   python train.py                         all visible GPUs, or one tower on the CPU
   python train.py --num_gpus 4            four towers; without a GPU on virtual CPU devices, for trying
@@ -14,6 +14,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import select
 import signal
 import socket
@@ -76,8 +77,8 @@ def tower_devices(num_gpus):
 # ---------------------------------------------------------------- several machines
 
 PIECE_BYTES = 16 << 20  # in smaller pieces gradients take more of the CPU, in one piece longer on the link; see the README
-LOOK_SECONDS = 0.5  # between looks whether the other workers still answer
-RESTART_SECONDS = 2  # from the loss of a worker to the restart, in which all others find out
+LOOK_SECONDS = 0.5  # between checks that the other workers still answer
+RESTART_SECONDS = 2  # pause before a restart, so that every other worker notices the same loss
 TF_CONFIG_FORM = '{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}'
 
 
@@ -98,15 +99,16 @@ def read_tf_config(text):
   if 'ps' in cluster:
     raise flags.Error('TF_CONFIG: there are no parameter servers, as every worker holds the model: write ' + TF_CONFIG_FORM)
   known = set(cluster) <= {'chief', 'worker'} and all(isinstance(hosts, list) and hosts for hosts in cluster.values())
-  if not known or not all(ports) or len(cluster.get('chief', [])) > 1:
+  addresses = all(ports) and all(re.match(r'[^\s/@]+:[0-9]+$', host) for _, host in workers)
+  if not known or not addresses or len(cluster.get('chief', [])) > 1:
     raise wrong
   if workers and own not in dict(workers) and (task or len(workers) > 1):
     raise flags.Error('TF_CONFIG: its task %s is not in its cluster %s' % (json.dumps(task), json.dumps(cluster)))
   return workers if len(workers) > 1 else [], own
 
 
-class Alone(object):
-  """This process where it trains by itself: what AllReduce does together with other workers is nothing here."""
+class Alone(tf.train.SessionRunHook):
+  """A process that trains by itself: there is nobody to agree or add up with."""
 
   def __init__(self):
     self.rank = 0
@@ -124,10 +126,6 @@ class Alone(object):
 
   def sums(self, tensors):
     return tensors
-
-  @contextlib.contextmanager
-  def steps(self, session):
-    yield
 
   @contextlib.contextmanager
   def recovery(self):
@@ -152,7 +150,7 @@ class AllReduce(Alone):
     self._urls = [urllib.parse.urlsplit('//' + address) for _, address in workers]
     self._collectives = 0
     self._barrier = None
-    self._phase = 'joining'
+    self._phase = 'joining'  # then 'training', at last 'over'
     self._signals, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
@@ -161,7 +159,8 @@ class AllReduce(Alone):
 
   def _listen(self, num_cpus):
     for variable in ('no_proxy', 'no_grpc_proxy'):  # which one gRPC obeys depends on the TensorFlow
-      os.environ[variable] = ','.join([os.environ.get(variable, '')] + [url.hostname for url in self._urls])
+      known = [host for host in os.environ.get(variable, '').split(',') if host]
+      os.environ[variable] = ','.join(dict.fromkeys(known + [url.hostname for url in self._urls]))
     try:
       with socket.socket() as probe:  # TensorFlow's own error prints a page of its C++ part
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -219,26 +218,22 @@ class AllReduce(Alone):
       with tf.control_dependencies(sums):  # no worker updates a variable before it has all gradients
         return [tf.identity(value) for value in sums]
 
-  @contextlib.contextmanager
-  def steps(self, session):
-    """A context for the steps, which ends when all workers have done the last one."""
+  def after_create_session(self, session, _):
     self._phase = 'training'
-    try:
-      yield
-      session.raw_session().run(self._barrier)
-      self._phase = 'over'
-    except flags.Error:
-      self._phase = 'over'  # on all workers
-      raise
+
+  def end(self, session):
+    """The last hook: no worker ends before all have done the last step, and the chief has saved it."""
+    session.run(self._barrier)
+    self._phase = 'over'
 
   @contextlib.contextmanager
   def recovery(self):
     """A context for all work with other workers: where one of them is lost, this process starts again."""
     try:
       yield
-    except tf.errors.OpError:
-      time.sleep(5 * RESTART_SECONDS)  # in which the watching thread finds who is lost
-      raise
+    except (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.InternalError) as error:
+      time.sleep(5 * RESTART_SECONDS)  # in which the watching thread finds who is lost, and starts again itself
+      self._start_again('the other workers (%s)' % network.reason_of(error))
     finally:
       self._phase = 'over'
 
@@ -264,28 +259,34 @@ class AllReduce(Alone):
 
   def _watch(self):
     """A thread that acts where the main thread cannot, which waits in the ring."""
-    missing_before = []
+    signals, missing_before = b'', []
     while self._phase != 'over':
       time.sleep(LOOK_SECONDS)
       missing = self._missing()
       lost = [name for name in missing if name in missing_before]  # at two looks: one may fail on a busy network
       missing_before = missing
-      if lost:
+      if lost and self._phase == 'training':
         time.sleep(RESTART_SECONDS)
-      if (lost or self._phase == 'joining') and select.select([self._signals], [], [], 0)[0]:
-        os._exit(128 + os.read(self._signals, 1)[0])
+      if select.select([self._signals], [], [], 0)[0]:
+        signals += os.read(self._signals, 9)
+      if signals and (lost or self._phase == 'joining' or len(signals) > 1) and self._phase != 'over':
+        os._exit(128 + signals[0])
       if lost and self._phase != 'over':
-        data_input.warn('lost %s; starting again from the last checkpoint' % ', '.join(lost))
-        os.execv(sys.executable, [sys.executable] + sys.argv)
+        self._start_again(', '.join(lost))
+
+  @staticmethod
+  def _start_again(lost):
+    data_input.warn('lost %s; starting again from the last checkpoint' % lost)
+    os.execv(sys.executable, [sys.executable] + sys.argv)
 
 
 # ---------------------------------------------------------------- graph
 
 
 def learning_rate(images_seen, num_records, epochs, peak):
-  """Linear warm-up to `peak`, then half a cosine to 0 at the end of the last epoch: a function of images seen alone.
+  """Linear warm-up to `peak`, then half a cosine to 0 at the end of the last epoch: a float32 scalar.
 
-  `images_seen`: integer tensor, those of the coming update included. Returns a float32 scalar.
+  It depends on the images seen alone: an integer tensor, those of the coming update included.
   """
   epoch = tf.cast(images_seen, tf.float32) / num_records
   warmup = min(WARMUP_EPOCHS, epochs / 2)
@@ -356,7 +357,7 @@ def build(data, devices, epochs, peak, momentum, keep_prob, global_batch=None, s
     means = [tf.add_n(values) / len(towers) for values in of_towers]
     numbers = weight * tf.stack(means + [tf.cast(data.queue_fill, tf.float32), signalled])
   *gradients, numbers = sums(list(gradients) + [numbers])
-  with tf.control_dependencies([numbers]):  # an update must copy a variable whose old value is still to be used
+  with tf.control_dependencies([numbers]):  # with the old values read, the update can work in place instead of on a copy
     update = optimizer.apply_gradients(zip(gradients, variables), global_step)
 
   with tf.device('/cpu:0'):
@@ -397,13 +398,11 @@ class StopHook(tf.train.SessionRunHook):
       signal.signal(number, handler)
 
   def before_run(self, _):
-    fetches = [self._model.report['step'], self._model.report['signalled']]
-    return tf.train.SessionRunArgs(fetches, {self._model.signalled: float(self.signum is not None)})
+    return tf.train.SessionRunArgs(self._model.report, {self._model.signalled: float(self.signum is not None)})
 
   def after_run(self, run_context, values):
-    step, signalled = values.results
-    self.done = step >= self._last_step
-    if signalled or self.done:
+    self.done = values.results['step'] >= self._last_step
+    if values.results['signalled'] or self.done:
       run_context.request_stop()
 
 
@@ -514,19 +513,19 @@ class ProgressHook(tf.train.SessionRunHook):
 def read_counters(checkpoint):
   """Global step and images seen of a checkpoint; zeros for None."""
   with tf.Graph().as_default():
-    counters = make_counters()
-    return [int(value) for value in network.read_values(checkpoint, counters)[1]] if checkpoint else [0, 0]
+    return [int(value) for value in network.read_values(checkpoint, make_counters())[1]] if checkpoint else [0, 0]
 
 
-def print_header(devices, global_batch, data):
+def print_header(devices, global_batch, data, folder):
   parameters = sum(variable.shape.num_elements() for variable in tf.trainable_variables())
   shown = tf.__version__, len(devices), ' '.join(devices), global_batch, format(parameters, ',')
   data_input.say('TensorFlow %s; %d tower(s) on %s; global batch %d; VGG19 with %s parameters' % shown)
-  data_input.say('%d records in %s' % (data.num_records, os.path.dirname(data.filenames[0])))
+  shown = data.num_records, os.path.dirname(data.filenames[0]), folder
+  data_input.say('%d records in %s; checkpoints and summaries in %s' % shown)
 
 
 def train(workers, model, hooks, checkpoint, num_cpus):
-  """Runs steps until a hook ends them. The chief starts from `checkpoint` or, where it is None, new; the others as the chief."""
+  """Runs steps until a hook ends them. The chief starts from `checkpoint`, or new if it is None, the others as the chief."""
   variables = tf.global_variables()
   as_the_chief = workers.share(variables)
 
@@ -538,17 +537,16 @@ def train(workers, model, hooks, checkpoint, num_cpus):
   scaffold = tf.train.Scaffold(init_fn=set_variables)
   config = workers.session_config(num_cpus)
   try:
-    # It raises what goes wrong, where MonitoredTrainingSession would start again in this process.
-    with tf.train.SingularMonitoredSession(hooks, scaffold, workers.target, config) as session, workers.steps(session):
+    # Unlike MonitoredTrainingSession, it raises UnavailableError instead of making a new session in this process.
+    with tf.train.SingularMonitoredSession(hooks + [workers], scaffold, workers.target, config) as session:
       while not session.should_stop():
         session.run(model.train_op)
   except (tf.errors.NotFoundError, tf.errors.PermissionDeniedError, tf.errors.DataLossError) as error:
     raise flags.Error('reading the training data failed: %s' % network.reason_of(error))
 
 
-def join_cluster(num_cpus):
-  """This process's part in the cluster of TF_CONFIG; does not return where that is other work than training."""
-  workers, own = read_tf_config(os.environ.get('TF_CONFIG', ''))
+def do_other_work(own):
+  """Does not return where TF_CONFIG gives this process another role than that of a worker."""
   if own.startswith('ps '):
     data_input.say('%s has nothing to do: every worker holds the model' % own)
     sys.exit(0)
@@ -556,12 +554,13 @@ def join_cluster(num_cpus):
     script = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'val.py')
     folders = ['--data_dir', FLAGS.data_dir, '--checkpoint_dir', FLAGS.checkpoint_dir]
     os.execv(sys.executable, [sys.executable, script, '--watch'] + folders)
-  return AllReduce(workers, own, num_cpus) if workers else ALONE
 
 
 def main(_):
+  members, own = read_tf_config(os.environ.get('TF_CONFIG', ''))
+  do_other_work(own)
   devices = tower_devices(FLAGS.num_gpus)
-  workers = join_cluster(len(devices))
+  workers = AllReduce(members, own, len(devices)) if members else ALONE
   is_chief = workers.rank == 0
   checkpoint = network.resume_point(FLAGS.checkpoint_dir) if is_chief else None
   folder = os.path.dirname(checkpoint) or '.' if checkpoint else FLAGS.checkpoint_dir
@@ -569,9 +568,9 @@ def main(_):
     tf.set_random_seed(None if FLAGS.seed is None else FLAGS.seed + workers.rank)
     data = data_input.data_input(FLAGS.data_dir, FLAGS.batch_size, len(data_input.CLASSES), True, FLAGS.num_threads)
     same = {'--epochs': FLAGS.epochs, '--max_steps': FLAGS.max_steps or 0, '--learning_rate': FLAGS.learning_rate,
-            '--momentum': FLAGS.momentum, 'number of records': data.num_records}  # fmt: skip
-    start = read_counters(checkpoint)
-    (first_step, images_seen), global_batch = workers.agree(start, same, len(devices) * FLAGS.batch_size)
+            '--momentum': FLAGS.momentum, '--keep_prob': FLAGS.keep_prob, 'number of records': data.num_records}  # fmt: skip
+    own_batch = len(devices) * FLAGS.batch_size
+    (first_step, images_seen), global_batch = workers.agree(read_counters(checkpoint), same, own_batch)
     steps_to_do = max(0, math.ceil((FLAGS.epochs * data.num_records - images_seen) / global_batch))
     last_step = min(first_step + steps_to_do, FLAGS.max_steps or math.inf)
     source = checkpoint or "the chief's checkpoint"
@@ -579,7 +578,7 @@ def main(_):
       data_input.say('nothing to do: %s is of step %d; raise --epochs or --max_steps to go on' % (source, first_step))
       return
     model = build(data, devices, FLAGS.epochs, FLAGS.learning_rate, FLAGS.momentum, FLAGS.keep_prob, global_batch, workers.sums)
-    print_header(devices, global_batch, data)
+    print_header(devices, global_batch, data, folder if is_chief else "the chief's folder")
     resuming = 'resuming %s, step %d of %d' % (source, first_step, last_step)
     data_input.say(resuming if first_step else 'starting, %d steps' % last_step)
     stop = StopHook(model, last_step)

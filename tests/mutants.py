@@ -45,11 +45,13 @@ MUTANTS = [
   ('train.py', 'if (num_gpus or 0) > visible:', 'if (num_gpus or 0) > visible + 1:'),
   ('train.py', 'network.mark_training(folder, done=True)', 'pass'),
   ('train.py', 'self._first_step + 1, self._last_step)', 'self._first_step, self._last_step)'),
-  ('train.py', 'if signalled or self.done:', 'if self.done:'),
+  ('train.py', "if values.results['signalled'] or self.done:", 'if self.done:'),
   # Several machines.
   ('train.py', 'weight = own_batch / (global_batch or own_batch)', 'weight = 0.5 if global_batch else 1.0'),
   ('train.py', 'variable.value() if self.rank == 0 else', 'variable.value() if self.rank == 1 else'),
-  ('train.py', '[os.environ.get(variable, \'\')] + [url.hostname for url in self._urls]', '[os.environ.get(variable, \'\')]'),
+  ('train.py', 'known + [url.hostname for url in self._urls]', 'known'),
+  ('train.py', 'FLAGS.momentum, FLAGS.keep_prob, global', '0.9, FLAGS.keep_prob, global'),
+  ('train.py', 'FLAGS.momentum, FLAGS.keep_prob, global', 'FLAGS.momentum, 0.8, global'),
   ('train.py', "warn('lost %s;", "warn('lost %.0s;"),
   ('train.py', 'int(all_images)', 'int(images)'),
   # The network.
