@@ -231,7 +231,8 @@ class AllReduce(Alone):
     """A context for all work with other workers: where one of them is lost, this process starts again."""
     try:
       yield
-    except (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.InternalError) as error:
+    except (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.InternalError,
+            tf.errors.FailedPreconditionError) as error:  # fmt: skip
       time.sleep(5 * RESTART_SECONDS)  # in which the watching thread finds who is lost, and starts again itself
       self._start_again('the other workers (%s)' % network.reason_of(error))
     finally:
