@@ -536,7 +536,7 @@ class data_input(object):
 
 
 def describe(data_dir):
-  """Table of the data set: a row a file, its records, then its images per class."""
+  """Table of the data set: one row per file, its records, then its images per class."""
   paths, labels = find_files(data_dir, TRAIN_FILES + TEST_FILES, len(CLASSES))
   rows = [[len(label)] + list(np.bincount(label, minlength=len(CLASSES))) for label in labels]
   table = pd.DataFrame(rows, [os.path.basename(path) for path in paths], ['records'] + CLASSES)
@@ -556,7 +556,7 @@ def write_png(path, image):
 
 
 def preview(data_dir, path, draws=8, scale=3):
-  """Writes a PNG sheet: a row a class, first the original, then what evaluation and `draws` of training make of it."""
+  """Writes a PNG sheet: one row per class, first the original, then what evaluation and `draws` of training make of it."""
   paths, labels = find_files(data_dir, TRAIN_FILES, len(CLASSES))
   shown = [np.flatnonzero(labels[0] == label)[:1] for label in range(len(CLASSES))]
   records = np.fromfile(paths[0], np.uint8).reshape(-1, RECORD_BYTES)[np.concatenate(shown)]
@@ -587,7 +587,7 @@ def main(_):
   print(describe(FLAGS.data_dir))
   if FLAGS.preview:
     preview(FLAGS.data_dir, FLAGS.preview)
-    print('%s: a row a class: the original, evaluation, then draws of training' % FLAGS.preview)
+    print('%s: one row per class: the original, evaluation, then draws of training' % FLAGS.preview)
   if FLAGS.benchmark:
     print('%d images/s with %d threads' % (benchmark(FLAGS.data_dir), default_threads()))
 

@@ -93,7 +93,7 @@ def predict(path, count, checkpoint, batch_size, num_threads):
 
 
 def to_csv(names, logits, probabilities):
-  """The predictions as CSV text: a row an image, in natural order of the ids."""
+  """The predictions as CSV text: one row per image, in natural order of the ids."""
   ids = [os.path.splitext(name.decode('utf-8', 'surrogateescape'))[0] for name in names]
   table = pd.DataFrame({'id': ids, 'label': np.array(CLASSES)[logits.argmax(1)]})
   if probabilities:

@@ -335,7 +335,7 @@ def build(data, devices, epochs, peak, momentum, keep_prob, global_batch=None, s
     signalled, a placeholder: what is fed there comes out as report['signalled'], a mean as well.
   """
   own_batch = len(devices) * data.batch_size
-  weight = own_batch / (global_batch or own_batch)  # of this process in the means over all images
+  weight = own_batch / (global_batch or own_batch)  # this process's part of the means over all images
   global_step, images_seen = make_counters()
   with tf.device('/cpu:0'):
     seen_after = images_seen + (global_batch or own_batch)
