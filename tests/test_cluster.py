@@ -22,7 +22,6 @@ from conftest import (
   environment,
   updates,
   values_of,
-  write_small_data,
 )
 
 import network
@@ -92,6 +91,11 @@ def run(model, steps, name):
         np.savez(os.path.join(folder, '%s-%d-%d.npz' % (name, step, rank)), **session.run(variables))
         np.savez(os.path.join(folder, '%s-report-%d-%d.npz' % (name, step, rank)), **report)
 
+try:
+  workers.agree([0, 0], {'--epochs': 1, '--momentum': 0.9 - 0.4 * rank}, 1)
+except train.flags.Error as error:
+  print(error)
+
 for name, parts, steps in (('equal', [(0, 1, 8), (8, 1, 8)], 10), ('unequal', [(0, 1, 6), (6, 2, 5)], 1)):
   with tf.Graph().as_default(), tf.device(workers.device):
     run(build(*parts[rank]), steps, name)
@@ -116,10 +120,10 @@ with tf.Graph().as_default(), tf.device(workers.device):
 
 
 class Counter(object):
-  """Forwards connections to a port of this machine and counts what passes, in both directions."""
+  """Forwards connections to a port of this machine and counts what passes: [what comes to the port, what it answers]."""
 
   def __init__(self, port, target):
-    self.bytes = 0
+    self.bytes = [0, 0]
     self._target = target
     self._listener = socket.socket()
     self._listener.bind(('127.0.0.1', port))
@@ -130,13 +134,13 @@ class Counter(object):
     while True:
       here, _ = self._listener.accept()
       there = socket.create_connection(('127.0.0.1', self._target))
-      for pair in ((here, there), (there, here)):
-        threading.Thread(target=self._forward, args=pair, daemon=True).start()
+      for direction, ends in enumerate([(here, there), (there, here)]):
+        threading.Thread(target=self._forward, args=(direction,) + ends, daemon=True).start()
 
-  def _forward(self, source, sink):
+  def _forward(self, direction, source, sink):
     try:
       for block in iter(lambda: source.recv(1 << 20), b''):
-        self.bytes += len(block)
+        self.bytes[direction] += len(block)
         sink.sendall(block)
       sink.shutdown(socket.SHUT_WR)
     except OSError:  # one side has ended
@@ -145,7 +149,7 @@ class Counter(object):
 
 @pytest.fixture(scope='module')
 def two_workers(tmp_path_factory):
-  """Runs TWO_WORKERS. Returns the folder of results, what each printed, and the bytes that full-size gradients moved."""
+  """Runs TWO_WORKERS. Returns the folder of results, what each printed, and the bytes that each received of full-size gradients."""
   folder = tmp_path_factory.mktemp('two workers')
   (folder / 'two_workers.py').write_text(TWO_WORKERS)
   ports, seen_by_other = free_ports(2), free_ports(2)
@@ -161,13 +165,18 @@ def two_workers(tmp_path_factory):
     for port in ports:
       wait_until(lambda port=port: listens(port))
     counters = [Counter(*ends) for ends in zip(seen_by_other, ports)]
-    printed = ['', '']
+
+    def bytes_received():
+      first, second = (np.array(counter.bytes) for counter in counters)
+      return first + second[::-1]
+
+    printed = [[], []]
     for rank, process in enumerate(processes):
       for line in process.stdout:
         if line == 'full size\n':
           break
-        printed[rank] += line
-    before = sum(counter.bytes for counter in counters)
+        printed[rank].append(line)
+    before = bytes_received()
     for process in processes:
       process.stdin.write('\n')
       process.stdin.flush()
@@ -175,7 +184,7 @@ def two_workers(tmp_path_factory):
       stdout, stderr = process.communicate(timeout=PROCESS_SECONDS)
       assert process.returncode == 0 and not stdout, stderr
       assert_readable(stderr)
-    return folder, printed, sum(counter.bytes for counter in counters) - before
+    return folder, printed, bytes_received() - before
   finally:
     for process in processes:
       process.kill()
@@ -197,6 +206,8 @@ def test_workers_make_the_update_of_one_process_with_all_their_images(two_worker
       assert np.linalg.norm(values[name] - value) <= 1e-4 * np.linalg.norm(value), name
     assert report.pop('signalled') > 0  # though only the second was told
     one.report.pop('signalled', None)
+    # That of the first worker is empty; the second has 8, or 10, of the 16 images.
+    one.report['queue_fill'] = {'equal': 8 / 16 * 8 / 16, 'unequal': 10 / 16 * 6 / 16}[parts]
     assert report == {name: pytest.approx(value, rel=1e-4) for name, value in one.report.items()}
 
 
@@ -207,15 +218,19 @@ def test_after_ten_steps_all_workers_hold_the_same_bits(two_workers):
   assert not np.array_equal(first['fc8/biases'], result(two_workers, 'equal-1-0')['fc8/biases'])
 
 
+def test_a_worker_with_other_flags_than_the_chief_is_refused(two_workers):
+  assert two_workers[1][1][0].startswith('--momentum is 0.5 here but 0.9 at worker 0 at 127.0.0.1:')
+
+
 def test_a_nan_on_one_worker_ends_all_with_the_same_words_and_is_not_saved(two_workers):
   folder, printed, _ = two_workers
-  assert printed[0] == printed[1] and printed[0].startswith('step 1: loss, gradients or weights are not finite')
+  assert printed[0] == printed[1][-1:] and printed[0][0].startswith('step 1: loss, gradients or weights are not finite')
   assert os.listdir(str(folder / 'checkpoints')) == []
 
 
 def test_a_step_moves_each_gradient_once_in_each_direction(two_workers):
   # A worker of N sends 2 (N - 1) / N times the gradients: of two, each sends all of its 38,947,914 numbers.
-  assert two_workers[2] == pytest.approx(2 * 4 * 38947914, rel=0.03)
+  assert list(two_workers[2]) == pytest.approx([4 * 38947914] * 2, rel=0.03)
 
 
 # ---- processes that die
@@ -224,13 +239,13 @@ def test_a_step_moves_each_gradient_once_in_each_direction(two_workers):
 class Cluster(object):
   """Starts and kills train.py, narrow, on free ports; its messages go to files in `folder`."""
 
-  def __init__(self, folder, arguments):
-    chief, *workers = ['127.0.0.1:%d' % port for port in free_ports(3)]
+  def __init__(self, folder, size, arguments):
+    chief, *workers = ['127.0.0.1:%d' % port for port in free_ports(size)]
     self._jobs = {'chief': [chief], 'worker': workers, 'evaluator': ['nowhere:1']}
-    self._arguments = arguments
+    self.arguments = arguments
     self._folder = folder
     self.names = ['chief 0 at ' + chief] + ['worker %d at %s' % pair for pair in enumerate(workers)]
-    self.processes = [None] * 3
+    self.processes = [None] * size
 
   def __enter__(self):
     return self
@@ -240,11 +255,15 @@ class Cluster(object):
       process.kill()
       process.wait()
 
-  def start(self, rank):
+  def start(self, *ranks):
+    for rank in ranks:
+      self._start(rank)
+
+  def _start(self, rank):
     task = {'type': 'worker', 'index': rank - 1} if rank else {'type': 'chief', 'index': 0}
     config = json.dumps({'cluster': self._jobs, 'task': task})
     with open(str(self._folder / ('%d.log' % rank)), 'ab') as log:
-      self.processes[rank] = subprocess.Popen(command('train.py', *self._arguments), stdout=log, stderr=log,
+      self.processes[rank] = subprocess.Popen(command('train.py', *self.arguments), stdout=log, stderr=log,
                                               env=environment(TF_CONFIG=config, **BEHIND_A_PROXY))  # fmt: skip
 
   def kill(self, rank):
@@ -254,29 +273,20 @@ class Cluster(object):
   def text(self, rank):
     return (self._folder / ('%d.log' % rank)).read_text()
 
+  def statuses(self):
+    """Waits until all processes have ended."""
+    self.wait_until(lambda: all(process.poll() is not None for process in self.processes))
+    return [process.returncode for process in self.processes]
+
   def wait_until(self, condition):
-    wait_until(condition, lambda: '\n'.join('== %d\n%s' % (rank, self.text(rank)) for rank in range(3)))
+    wait_until(condition, lambda: '\n'.join('== %d\n%s' % (rank, self.text(rank)) for rank in range(len(self.names))))
 
 
-def test_who_is_lost_is_named_and_waited_for_and_a_signal_ends_all_after_the_same_step(tmp_path):
-  data, out = tmp_path / 'data', tmp_path / 'out'
-  data.mkdir()
-  write_small_data(data)
-  arguments = [
-    '--data_dir',
-    data,
-    '--checkpoint_dir',
-    out,
-    '--batch_size',
-    2,
-    '--epochs',
-    1e5,
-    '--max_steps',
-    30000,
-    '--save_steps',
-    5,
-  ]
-  with Cluster(tmp_path, arguments) as cluster:
+def test_who_is_lost_is_named_and_waited_for_and_a_signal_ends_all_after_the_same_step(tmp_path, small_data):
+  out = tmp_path / 'out'
+  arguments = ['--data_dir', small_data, '--checkpoint_dir', out, '--batch_size', 2, '--epochs', 1e5]
+  arguments += ['--max_steps', 30000, '--save_steps', 5]
+  with Cluster(tmp_path, 3, arguments) as cluster:
 
     def newest_step():
       return max(network.checkpoint_step(prefix) for prefix in network.list_checkpoints(str(out)) or [''])
@@ -292,8 +302,7 @@ def test_who_is_lost_is_named_and_waited_for_and_a_signal_ends_all_after_the_sam
       after = cluster.text(rank).partition('warning: lost %s; starting again' % lost)[2]
       return 'waiting for %s\n' % lost in after
 
-    for rank in range(3):
-      cluster.start(rank)
+    cluster.start(0, 1, 2)
     one_more_save()
     # A worker is killed: the two others say so, start again and wait for it; then a second, while they wait.
     cluster.kill(2)
@@ -302,8 +311,7 @@ def test_who_is_lost_is_named_and_waited_for_and_a_signal_ends_all_after_the_sam
       cluster.wait_until(lambda rank=rank: waits_after_loss(rank, cluster.names[2]))
     cluster.kill(1)
     cluster.wait_until(lambda: says(0, 'waiting for', cluster.names[1] + ',', cluster.names[2] + '\n'))
-    for rank in (1, 2):
-      cluster.start(rank)
+    cluster.start(1, 2)
     one_more_save()
     assert says(0, 'resuming', os.path.join(str(out), 'model.ckpt-%d,' % saved), 'step %d of ' % saved)
     assert says(2, "resuming the chief's checkpoint, step %d of " % saved)
@@ -315,8 +323,7 @@ def test_who_is_lost_is_named_and_waited_for_and_a_signal_ends_all_after_the_sam
     one_more_save()
     # A signal to a worker that is not the chief.
     cluster.processes[1].send_signal(signal.SIGTERM)
-    cluster.wait_until(lambda: all(process.poll() is not None for process in cluster.processes))
-    assert [process.returncode for process in cluster.processes] == [0, 143, 0]
+    assert cluster.statuses() == [0, 143, 0]
     for rank in range(3):
       assert_readable(cluster.text(rank))
     (ended,) = re.findall(r'^saved step (\d+) in ', cluster.text(0), re.M)
@@ -326,6 +333,36 @@ def test_who_is_lost_is_named_and_waited_for_and_a_signal_ends_all_after_the_sam
   assert values['global_step'] == newest_step() == int(ended) and values['images_seen'] == 6 * int(ended)
   assert not (out / network.TRAINING_DONE).exists()
   assert len([name for name in os.listdir(str(out)) if name.startswith('events')]) == 3  # of the chief's three starts
+
+
+def test_training_ends_by_itself_and_a_signal_to_all_is_no_loss(tmp_path, small_data):
+  out = tmp_path / 'out'
+  arguments = ['--data_dir', small_data, '--checkpoint_dir', out, '--batch_size', 2, '--epochs', 1e5, '--save_steps', 5]
+  with Cluster(tmp_path, 2, arguments) as cluster:
+    cluster.start(1)
+    cluster.wait_until(lambda: 'waiting for ' + cluster.names[0] in cluster.text(1))
+    cluster.processes[1].send_signal(signal.SIGTERM)
+    assert cluster.processes[1].wait(PROCESS_SECONDS) == 143
+    cluster.start(0, 1)
+    cluster.wait_until(lambda: network.list_checkpoints(str(out)))
+    for process in cluster.processes:
+      process.send_signal(signal.SIGTERM)
+    assert cluster.statuses() == [143, 143]
+    (stopped,) = re.findall(r'^saved step (\d+) in ', cluster.text(0), re.M)
+    assert network.checkpoint_step(network.find_checkpoint(str(out))) == int(stopped)
+    assert not (out / network.TRAINING_DONE).exists()
+    last = int(stopped) + 5
+    cluster.arguments += ['--max_steps', last]
+    cluster.start(0, 1)
+    assert cluster.statuses() == [0, 0]
+    assert 'step %s of %d\n' % (stopped, last) in cluster.text(1) and 'saved step %d in ' % last in cluster.text(0)
+    assert (out / network.TRAINING_DONE).exists()
+    cluster.start(0, 1)
+    assert cluster.statuses() == [0, 0]
+    for rank in range(2):
+      assert cluster.text(rank).count('nothing to do: ') == 1
+      assert 'lost' not in cluster.text(rank)
+      assert_readable(cluster.text(rank))
 
 
 # ---- what is wrong with a TF_CONFIG
