@@ -21,7 +21,6 @@ import socket
 import sys
 import threading
 import time
-import urllib.parse
 
 import data_input  # first: it imports TensorFlow quietly
 
@@ -76,6 +75,14 @@ def tower_devices(num_gpus):
 
 # ---------------------------------------------------------------- several machines
 
+# What TensorFlow raises where another worker is lost.
+LOSS_ERRORS = (
+  tf.errors.UnavailableError,
+  tf.errors.AbortedError,
+  tf.errors.CancelledError,
+  tf.errors.InternalError,
+  tf.errors.FailedPreconditionError,
+)
 PIECE_BYTES = 16 << 20  # in smaller pieces gradients take more of the CPU, in one piece longer on the link; see the README
 LOOK_SECONDS = 0.5  # between checks that the other workers still answer
 RESTART_SECONDS = 2  # pause before a restart, so that every other worker notices the same loss
@@ -83,32 +90,41 @@ TF_CONFIG_FORM = '{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "
 
 
 def read_tf_config(text):
-  """What TF_CONFIG says: ([(name, 'host:port')] of the workers, chief first; empty if this one trains alone), its own name."""
-  wrong = flags.Error('TF_CONFIG must be %s, not %s' % (TF_CONFIG_FORM, text))
+  """Reads the text of the environment variable TF_CONFIG.
+
+  Returns the workers as [(name, 'host:port')], the chief first, and the name of this process, such as 'worker 1'. The
+  list is empty where this process trains alone or is no worker. Raises flags.Error.
+  """
+  wrong_form = flags.Error('TF_CONFIG must be %s, not %s' % (TF_CONFIG_FORM, text))
   try:
     config = json.loads(text or '{}')
-    cluster, task = dict(config.get('cluster', {})), dict(config.get('task', {}))
-    cluster.pop('evaluator', None)
-    workers = [('%s %d' % (job, i), host) for job in sorted(cluster) for i, host in enumerate(cluster[job])]
-    ports = [urllib.parse.urlsplit('//' + host).port for _, host in workers]
+    task = dict(config.get('task', {}))
+    cluster = tf.train.ClusterSpec(config.get('cluster', {})).as_dict()
   except (ValueError, TypeError, AttributeError):
-    raise wrong
+    raise wrong_form
   own = '%s %s' % (task.get('type'), task.get('index', 0))
   if task.get('type') in ('evaluator', 'ps'):
     return [], own
   if 'ps' in cluster:
     raise flags.Error('TF_CONFIG: there are no parameter servers, as every worker holds the model: write ' + TF_CONFIG_FORM)
-  known = set(cluster) <= {'chief', 'worker'} and all(isinstance(hosts, list) and hosts for hosts in cluster.values())
-  addresses = all(ports) and all(re.match(r'[^\s/@]+:[0-9]+$', host) for _, host in workers)
-  if not known or not addresses or len(cluster.get('chief', [])) > 1:
-    raise wrong
+  cluster.pop('evaluator', None)
+  workers = [('%s %d' % (job, i), address) for job in sorted(cluster) for i, address in enumerate(cluster[job])]
+  has_known_jobs = set(cluster) <= {'chief', 'worker'} and all(cluster.values()) and len(cluster.get('chief', [])) <= 1
+  if not has_known_jobs or not all(is_address(address) for _, address in workers):
+    raise wrong_form
   if workers and own not in dict(workers) and (task or len(workers) > 1):
     raise flags.Error('TF_CONFIG: its task %s is not in its cluster %s' % (json.dumps(task), json.dumps(cluster)))
   return workers if len(workers) > 1 else [], own
 
 
+def is_address(text):
+  """Whether `text` is 'host:port'."""
+  match = re.match(r'[^\s/@]+:([0-9]{1,5})$', text)
+  return bool(match) and 0 < int(match.group(1)) < 1 << 16
+
+
 class Alone(tf.train.SessionRunHook):
-  """A process that trains by itself: there is nobody to agree or add up with."""
+  """A process that trains by itself: there is nobody to agree or to add up with."""
 
   def __init__(self):
     self.rank = 0
@@ -121,10 +137,10 @@ class Alone(tf.train.SessionRunHook):
   def agree(self, start, same, images):
     return start, images
 
-  def share(self, variables):
+  def broadcast(self, variables):
     return tf.no_op()
 
-  def sums(self, tensors):
+  def all_reduce(self, tensors):
     return tensors
 
   @contextlib.contextmanager
@@ -136,18 +152,22 @@ ALONE = Alone()
 
 
 class AllReduce(Alone):
-  """This process among several workers, each of which holds all variables and applies the same update.
+  """One of several workers, each of which holds all variables and applies the same update.
 
-  TensorFlow's collective ops add up tensors over a ring of the workers' CPUs. A worker that is lost stops the ring: the others
-  start again as new processes, wait for it, and resume from the chief's last checkpoint. `workers` and `own`: see `read_tf_config`.
+  TensorFlow's collective ops add up tensors over a ring of the workers' CPUs. A worker that is lost stops the ring: the
+  others start again as new processes, wait for it, and resume from the chief's last checkpoint.
+
+  Args:
+    workers, own: see `read_tf_config`.
+    num_cpus: virtual CPU devices of this process.
   """
 
   def __init__(self, workers, own, num_cpus):
     super().__init__()
     self.rank = [name for name, _ in workers].index(own)
     self.device = '/job:worker/task:%d' % self.rank
+    self._addresses = [address for _, address in workers]
     self._names = ['%s at %s' % worker for worker in workers]
-    self._urls = [urllib.parse.urlsplit('//' + address) for _, address in workers]
     self._collectives = 0
     self._barrier = None
     self._phase = 'joining'  # then 'training', at last 'over'
@@ -157,35 +177,11 @@ class AllReduce(Alone):
     self._server = self._listen(num_cpus)
     self.target = self._server.target
 
-  def _listen(self, num_cpus):
-    for variable in ('no_proxy', 'no_grpc_proxy'):  # which one gRPC obeys depends on the TensorFlow
-      known = [host for host in os.environ.get(variable, '').split(',') if host]
-      os.environ[variable] = ','.join(dict.fromkeys(known + [url.hostname for url in self._urls]))
-    try:
-      with socket.socket() as probe:  # TensorFlow's own error prints a page of its C++ part
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(('', self._urls[self.rank].port))
-      cluster = tf.train.ClusterSpec({'worker': [url.netloc for url in self._urls]})
-      return tf.train.Server(cluster, 'worker', self.rank, config=self.session_config(num_cpus))
-    except (OSError, tf.errors.OpError) as error:
-      raise flags.Error('TF_CONFIG: %s cannot listen: %s' % (self._names[self.rank], error))
-
   def session_config(self, num_cpus):
     config = network.session_config(num_cpus)
     config.device_filters.append(self.device)
     config.experimental.collective_group_leader = '/job:worker/replica:0/task:0'
     return config
-
-  def _sum(self, tensor):
-    """The sum of a tensor over all workers."""
-    options = {'group_size': len(self._names), 'group_key': 1, 'merge_op': 'Add', 'final_op': 'Id', 'subdiv_offsets': [0]}
-    flat = tf.reshape(tensor, [-1])
-    size = PIECE_BYTES // flat.dtype.size
-    sums = []
-    for start in range(0, flat.shape.num_elements(), size):
-      self._collectives += 1  # the same number on all workers, as they build the same graphs
-      sums.append(tf.raw_ops.CollectiveReduce(input=flat[start : start + size], instance_key=self._collectives, **options))
-    return tf.reshape(tf.concat(sums, 0), tensor.shape)
 
   def agree(self, start, same, images):
     """Waits for all workers. Returns the chief's `start`, a list of integers, and the sum of all workers' `images`.
@@ -196,33 +192,44 @@ class AllReduce(Alone):
     threading.Thread(target=self._watch, daemon=True).start()
     own = np.array(list(start) + list(same.values()), np.float64)
     with tf.Graph().as_default(), tf.device(self.device + '/cpu:0'):
-      of_chief, all_images = self._sum(tf.constant(own * (self.rank == 0))), self._sum(tf.constant([images]))
+      sums = self._sum(tf.constant(own * (self.rank == 0))), self._sum(tf.constant([images]))
       with tf.Session(self.target, config=self.session_config(1)) as session:
-        of_chief, (all_images,) = session.run([of_chief, all_images])
+        of_chief, all_images = session.run(sums)
     for name, here, there in zip(same, own[len(start) :], of_chief[len(start) :]):
       if here != there:
         raise flags.Error('%s is %g here but %g at %s: give all workers the same' % (name, here, there, self._names[0]))
-    return [int(number) for number in of_chief[: len(start)]], int(all_images)
+    return [int(number) for number in of_chief[: len(start)]], int(all_images[0])
 
-  def share(self, variables):
+  def broadcast(self, variables):
     """Returns an op that sets the variables of all workers to the chief's values."""
     with tf.device('/cpu:0'):
       values = [variable.value() if self.rank == 0 else tf.zeros_like(variable.value()) for variable in variables]
       return tf.group([variable.assign(self._sum(value)).op for variable, value in zip(variables, values)])
 
-  def sums(self, tensors):
-    """The sums of tensors over all workers."""
+  def all_reduce(self, tensors):
+    """Returns the sums of tensors over all workers."""
     with tf.device('/cpu:0'):
       self._barrier = self._sum(tf.zeros([1]))
       sums = [self._sum(tensor) for tensor in tensors]
       with tf.control_dependencies(sums):  # no worker updates a variable before it has all gradients
         return [tf.identity(value) for value in sums]
 
+  def _sum(self, tensor):
+    """The sum of one tensor over all workers, in pieces."""
+    options = {'group_size': len(self._names), 'group_key': 1, 'merge_op': 'Add', 'final_op': 'Id', 'subdiv_offsets': [0]}
+    flat = tf.reshape(tensor, [-1])
+    size = PIECE_BYTES // flat.dtype.size
+    pieces = []
+    for start in range(0, flat.shape.num_elements(), size):
+      self._collectives += 1  # the same number on all workers, as they build the same graphs
+      pieces.append(tf.raw_ops.CollectiveReduce(input=flat[start : start + size], instance_key=self._collectives, **options))
+    return tf.reshape(tf.concat(pieces, 0), tensor.shape)
+
   def after_create_session(self, session, _):
     self._phase = 'training'
 
   def end(self, session):
-    """The last hook: no worker ends before all have done the last step, and the chief has saved it."""
+    """As the last hook: no worker ends before all have done the last step, and the chief has saved it."""
     session.run(self._barrier)
     self._phase = 'over'
 
@@ -231,28 +238,49 @@ class AllReduce(Alone):
     """A context for all work with other workers: where one of them is lost, this process starts again."""
     try:
       yield
-    except (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.InternalError,
-            tf.errors.FailedPreconditionError) as error:  # fmt: skip
+    except LOSS_ERRORS as error:
       time.sleep(5 * RESTART_SECONDS)  # in which the watching thread finds who is lost, and starts again itself
       self._start_again('the other workers (%s)' % network.reason_of(error))
     finally:
       self._phase = 'over'
 
+  def _host_and_port(self, rank):
+    host, _, port = self._addresses[rank].rpartition(':')
+    return host.strip('[]'), int(port)  # without the brackets of IPv6
+
+  def _listen(self, num_cpus):
+    """Starts TensorFlow's server for the other workers, which are reached directly also where a proxy is set."""
+    hosts = [self._host_and_port(rank)[0] for rank in range(len(self._names))]
+    for variable in ('no_proxy', 'no_grpc_proxy'):  # which one gRPC obeys depends on the TensorFlow
+      known = os.environ.get(variable, '').split(',')
+      os.environ[variable] = ','.join(dict.fromkeys(filter(None, known + hosts)))  # each once, though restarts come back here
+    try:
+      with socket.socket() as probe:  # TensorFlow's own error prints a page of its C++ part
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(('', self._host_and_port(self.rank)[1]))
+      cluster = tf.train.ClusterSpec({'worker': self._addresses})
+      return tf.train.Server(cluster, 'worker', self.rank, config=self.session_config(num_cpus))
+    except (OSError, tf.errors.OpError) as error:
+      raise flags.Error('TF_CONFIG: %s cannot listen: %s' % (self._names[self.rank], error))
+
   def _missing(self):
-    """The names of the other workers that do not answer."""
+    """Returns the names of the other workers that do not answer."""
     missing = []
-    for worker, (name, url) in enumerate(zip(self._names, self._urls)):
+    for rank, name in enumerate(self._names):
       try:
-        if worker != self.rank:
-          socket.create_connection((url.hostname, url.port), 2).close()
+        if rank != self.rank:
+          socket.create_connection(self._host_and_port(rank), 2).close()
       except (OSError, UnicodeError):  # the second for what can be no host name
         missing.append(name)
     return missing
 
   def _wait_for_others(self):
     data_input.say('%s listens' % self._names[self.rank])
-    said = None
-    for missing in iter(self._missing, []):  # until it is empty
+    said = []
+    while True:
+      missing = self._missing()
+      if not missing:
+        return
       if missing != said:
         data_input.say('waiting for ' + ', '.join(missing))
         said = missing
@@ -322,12 +350,12 @@ def make_counters():
 Model = collections.namedtuple('Model', 'train_op report finite signalled')
 
 
-def build(data, devices, epochs, peak, momentum, keep_prob, global_batch=None, sums=ALONE.sums):
+def build(data, devices, epochs, peak, momentum, keep_prob, global_batch=None, all_reduce=ALONE.all_reduce):
   """The training graph: a tower on each of `devices`, fed from the queue of `data`.
 
   Args:
     global_batch: images of an update; more than those of the towers where other processes have a part in it.
-    sums: function of a list of tensors that gives their sums over all processes.
+    all_reduce: function of a list of tensors that gives their sums over all processes.
 
   Returns:
     Model: train_op; report, a dict of scalars: step, images_seen and epoch after the update, and loss, cross_entropy,
@@ -357,7 +385,7 @@ def build(data, devices, epochs, peak, momentum, keep_prob, global_batch=None, s
     of_towers = zip(*[(tower.losses, tower.cross_entropy, tower.accuracy) for tower in towers])
     means = [tf.add_n(values) / len(towers) for values in of_towers]
     numbers = weight * tf.stack(means + [tf.cast(data.queue_fill, tf.float32), signalled])
-  *gradients, numbers = sums(list(gradients) + [numbers])
+  *gradients, numbers = all_reduce(list(gradients) + [numbers])
   with tf.control_dependencies([numbers]):  # with the old values read, the update can work in place instead of on a copy
     update = optimizer.apply_gradients(zip(gradients, variables), global_step)
 
@@ -528,7 +556,7 @@ def print_header(devices, global_batch, data, folder):
 def train(workers, model, hooks, checkpoint, num_cpus):
   """Runs steps until a hook ends them. The chief starts from `checkpoint`, or new if it is None, the others as the chief."""
   variables = tf.global_variables()
-  as_the_chief = workers.share(variables)
+  as_the_chief = workers.broadcast(variables)
 
   def set_variables(_, session):
     if checkpoint:
@@ -578,7 +606,9 @@ def main(_):
     if first_step >= last_step:
       data_input.say('nothing to do: %s is of step %d; raise --epochs or --max_steps to go on' % (source, first_step))
       return
-    model = build(data, devices, FLAGS.epochs, FLAGS.learning_rate, FLAGS.momentum, FLAGS.keep_prob, global_batch, workers.sums)
+    model = build(
+      data, devices, FLAGS.epochs, FLAGS.learning_rate, FLAGS.momentum, FLAGS.keep_prob, global_batch, workers.all_reduce
+    )
     print_header(devices, global_batch, data, folder if is_chief else "the chief's folder")
     resuming = 'resuming %s, step %d of %d' % (source, first_step, last_step)
     data_input.say(resuming if first_step else 'starting, %d steps' % last_step)

@@ -49,11 +49,11 @@ MUTANTS = [
   # Several machines.
   ('train.py', 'weight = own_batch / (global_batch or own_batch)', 'weight = 0.5 if global_batch else 1.0'),
   ('train.py', 'variable.value() if self.rank == 0 else', 'variable.value() if self.rank == 1 else'),
-  ('train.py', 'known + [url.hostname for url in self._urls]', 'known'),
+  ('train.py', 'filter(None, known + hosts)', 'filter(None, known)'),
   ('train.py', 'FLAGS.momentum, FLAGS.keep_prob, global', '0.9, FLAGS.keep_prob, global'),
   ('train.py', 'FLAGS.momentum, FLAGS.keep_prob, global', 'FLAGS.momentum, 0.8, global'),
   ('train.py', "warn('lost %s;", "warn('lost %.0s;"),
-  ('train.py', 'int(all_images)', 'int(images)'),
+  ('train.py', 'int(all_images[0])', 'int(images)'),
   # The network.
   ('network.py', 'WEIGHT_DECAY = 0.0004', 'WEIGHT_DECAY = 0.0005'),
   ('network.py', 'decayed=i == 1)', 'decayed=i == 2)'),
