@@ -20,6 +20,8 @@ import tensorflow.compat.v1 as tf
 BLOCKS = [[64, 64], [128, 128], [256] * 4, [512] * 4, [512] * 4]
 DENSE = [4096, 4096]
 WEIGHT_DECAY = 0.0004
+# Finite points at which the transforms of 4 pixels evaluate; the usual 0, 1, -1, 2, -2 round five times as badly.
+POINTS = [0, 0.75, -0.75, 1.5, -1.5]
 TRAINING_DONE = 'training_done'
 FILE_SUFFIX = r'\.(index|meta|data-\d{5}-of-\d{5})$'  # of a checkpoint's files, after its prefix
 flags = tf.app.flags
@@ -36,17 +38,14 @@ class CheckpointError(flags.Error, ValueError):
 # ---------------------------------------------------------------- layers
 
 
-# Finite points at which the transforms of 4 pixels evaluate; the usual 0, 1, -1, 2, -2 round five times as badly.
-POINTS = [0, 0.75, -0.75, 1.5, -1.5]
-
-
 def transforms(size):
-  """Matrices that turn a SAME convolution of `size` values x with 3 taps k into few products.
+  """Returns the matrices of Winograd's minimal filtering, for a SAME convolution of `size` values with 3 taps.
+
+  The convolution of values x with taps k is to_outputs @ ((to_taps @ k) * (to_inputs @ x)), with few products; see Lavin
+  and Gray 2016, arXiv:1509.09308. For sizes 1 and 2 the products that padding would make zero are left out as well.
 
   Returns:
-    to_inputs [p, size], to_taps [p, 3], to_outputs [size, p] such that the convolution is
-    to_outputs @ ((to_taps @ k) * (to_inputs @ x)): Winograd's minimal filtering (Lavin and Gray 2016, arXiv:1509.09308)
-    without the products that padding makes zero. p is 1 for one value, 3 for two, size + 2 beyond.
+    to_inputs [products, size], to_taps [products, 3] and to_outputs [size, products].
   """
   if size == 1:
     return np.array([[1]]), np.array([[0, 1, 0]]), np.array([[1]])
@@ -64,9 +63,9 @@ def transforms(size):
 def convolve(images, kernel, stride=1):
   """SAME convolution of images [batch, height, width, in] with a 3x3 kernel [3, 3, in, out].
 
-  On maps up to 4x4 most of TensorFlow's work goes into padding, on the CPU several times the work of a matrix product
-  (tests/benchmarks/run.py step). There the two sides of `transforms` make of it one batched product, the same but for rounding: within
-  1e-5 of the largest output.
+  Maps up to 4x4 are convolved by `transforms` in both directions, as one batched matrix product. It needs a quarter of
+  the products at 4x4, and none for padding at 2x2 and 1x1; on a CPU it is several times as fast as tf.nn.conv2d
+  (tests/benchmarks/run.py step). The results agree to within 1e-5 of the largest output.
   """
   height, width, channels = images.shape.as_list()[1:]
   if stride > 1 or max(height, width) > 4:
@@ -92,12 +91,12 @@ def multiply(x, kernel):
   return tf.matmul(x, kernel), gradient
 
 
-def weights_and_biases(kernel_shape, live=1):
-  """Values of a He-normal kernel (He et al. 2015, arXiv:1502.01852) and zero biases, variables of the current scope.
+def weights_and_biases(kernel_shape, scale=1):
+  """Creates a kernel and its biases in the current scope and returns their values.
 
-  `live`: the part of an output's inputs that are not padding, a mean over the outputs; the paper has none.
+  Kernels are He-normal (He et al. 2015, arXiv:1502.01852), times `scale`; biases are zero.
   """
-  initializer = tf.initializers.variance_scaling(2 / live, 'fan_in', 'truncated_normal')
+  initializer = tf.initializers.variance_scaling(2 * scale**2, 'fan_in', 'truncated_normal')
   # Resource variables on either TensorFlow: a value that was read is a snapshot, which no later update changes.
   kernel = tf.get_variable('weights', kernel_shape, initializer=initializer, use_resource=True)
   biases = tf.get_variable('biases', kernel_shape[-1:], initializer=tf.zeros_initializer(), use_resource=True)
@@ -110,8 +109,8 @@ class NETWORK(object):
 
   Args:
     image_batch: float32 [batch, 28, 28, 3], standardised; batch may be unknown.
-    label_batch: one-hot float32 [batch, num_classes], or None where there are no labels: then no losses.
-    keep_prob: probability that dropout keeps a unit of fc6 and fc7, in (0, 1]; counts only when training.
+    label_batch: one-hot float32 [batch, num_classes], or None where there are no labels: then there are no losses.
+    keep_prob: probability that dropout keeps a unit of fc6 and fc7, in (0, 1]; it counts only when training.
     num_classes: width of the logits.
     is_training: whether dropout is on.
 
@@ -120,8 +119,8 @@ class NETWORK(object):
     cross_entropy: scalar, mean over the batch, in nats.
     weight_decay: scalar, 0.0004 times the l2_loss of the kernels of fc6, fc7 and the first convolution of each block.
     losses: scalar, cross_entropy + weight_decay.
-    accuracy: scalar, the part of the batch whose largest logit is that of the label.
-    layers: list of (name, output shape without batch, parameters, multiply-adds that one image needs).
+    accuracy: scalar, the fraction of the batch whose largest logit is that of the label.
+    layers: list of (name, output shape without batch, kernel shape).
 
   Variables are made by `tf.get_variable` in the current scope: conv1_1/weights, conv1_1/biases, ... fc8/biases.
   """
@@ -134,11 +133,12 @@ class NETWORK(object):
     self.layers = []
     self._decayed = []
     self.logits = self.inference()
+    self.cross_entropy = self.weight_decay = self.losses = self.accuracy = None
     if label_batch is not None:
       self.losses = self.loss()
 
   def inference(self):
-    """The layers, from images to logits."""
+    """Builds the layers; returns the logits."""
     x = self.image_batch
     for block, widths in enumerate(BLOCKS, 1):
       for i, width in enumerate(widths, 1):
@@ -155,31 +155,26 @@ class NETWORK(object):
   def conv(self, x, width, stride, name, decayed):
     """3x3 SAME convolution + ReLU, [batch, h, w, in] -> [batch, h/stride, w/stride, width]."""
     height, breadth, channels = x.shape.as_list()[1:]
+    # The mean fraction of the kernel's taps that fall on the image: He's formula counts all, and signals would fade.
+    inside = (3 - 2 / height) * (3 - 2 / breadth) / 9
     with tf.variable_scope(name):
-      # Of 3 taps a side 3 - 2 / size meet a pixel. To count all 9 makes signals fade by a third a layer in conv4 and two
-      # thirds in conv5: on real data, peak rate 0.01, one seed, cross-entropy 1.93 instead of 1.80 after 400 steps.
-      live = (3 - 2 / height) * (3 - 2 / breadth) / 9
-      kernel, biases = weights_and_biases([3, 3, channels, width], live)
+      kernel, biases = weights_and_biases([3, 3, channels, width], inside**-0.5)
       y = tf.nn.relu(tf.nn.bias_add(convolve(x, kernel, stride), biases))
-    out_pixels = y.shape[1] * y.shape[2]
-    taps = min(9, height * breadth)  # on maps up to 2x2 the others meet only padding
-    self._note(name, y, kernel, biases, decayed, int(out_pixels) * taps * channels * width)
+    self._note(name, y, kernel, decayed)
     return y
 
   def dense(self, x, width, name, decayed):
     """Fully connected layer, [batch, in] -> [batch, width]."""
-    channels = x.shape.as_list()[1]
     with tf.variable_scope(name):
-      kernel, biases = weights_and_biases([channels, width])
+      kernel, biases = weights_and_biases([x.shape.as_list()[1], width])
       y = tf.nn.bias_add(multiply(x, kernel), biases)
-    self._note(name, y, kernel, biases, decayed, channels * width)
+    self._note(name, y, kernel, decayed)
     return y
 
-  def _note(self, name, y, kernel, biases, decayed, multiply_adds):
+  def _note(self, name, y, kernel, decayed):
+    self.layers.append((name, y.shape.as_list()[1:], kernel.shape.as_list()))
     if decayed:
       self._decayed.append(kernel)
-    parameters = kernel.shape.num_elements() + biases.shape.num_elements()
-    self.layers.append((name, y.shape.as_list()[1:], parameters, multiply_adds))
 
   def loss(self):
     """Mean cross-entropy plus weight decay, a scalar; keeps both parts, and the accuracy, as attributes."""
@@ -190,37 +185,49 @@ class NETWORK(object):
     return self.cross_entropy + self.weight_decay
 
 
+def evaluation_network(image_batch, num_classes):
+  """The network without labels and dropout, for images float32 [batch, 28, 28, 3]."""
+  return NETWORK(image_batch, label_batch=None, keep_prob=1, num_classes=num_classes, is_training=False)
+
+
+# ---------------------------------------------------------------- devices
+
+
 def variable_sizes(num_classes):
-  """{name: bytes} of the network's variables."""
+  """Returns {name: bytes} of the network's variables."""
   with tf.Graph().as_default():
-    NETWORK(tf.placeholder(tf.float32, [None, 28, 28, 3]), None, 1, num_classes, True)
+    evaluation_network(tf.placeholder(tf.float32, [None, 28, 28, 3]), num_classes)
     return {variable.op.name: variable.shape.num_elements() * variable.dtype.size for variable in tf.trainable_variables()}
 
 
 def spread_variables(devices, num_classes):
-  """{name: one of `devices`} for the network's variables: the largest first, each where the fewest bytes are."""
-  if len(devices) == 1:  # the sizes are no matter, and to find them costs a network
+  """Spreads the network's variables over `devices`: the largest first, each to the device with the fewest bytes.
+
+  Returns {name: device}.
+  """
+  if len(devices) == 1:  # nothing to balance, so the sizes need not be known
     return collections.defaultdict(lambda: devices[0])
-  load, chosen = dict.fromkeys(devices, 0), {}
+  load = dict.fromkeys(devices, 0)
+  variable_devices = {}
   for name, size in sorted(variable_sizes(num_classes).items(), key=lambda item: (-item[1], item[0])):
-    chosen[name] = min(devices, key=load.get)
-    load[chosen[name]] += size
-  return chosen
+    variable_devices[name] = min(devices, key=load.get)
+    load[variable_devices[name]] += size
+  return variable_devices
 
 
-def place(tower, variable_devices):
-  """Device function: a variable goes where `variable_devices`, {name: device}, says, the rest to the device `tower`."""
+def tower_device(device, variable_devices):
+  """Returns a device function: a variable goes where `variable_devices`, {name: device}, says, all else to `device`."""
 
-  def device(op):
+  def choose(op):
     if op.device:
       return op.device  # pinned by an inner scope: the input, to the CPU
-    return variable_devices[op.name] if op.type == 'VarHandleOp' else tower
+    return variable_devices[op.name] if op.type == 'VarHandleOp' else device
 
-  return device
+  return choose
 
 
 def session_config(num_cpus=1):
-  """How sessions are configured: `num_cpus` virtual CPU devices, and GPUs as far as there are any."""
+  """Returns the ConfigProto of all sessions: `num_cpus` virtual CPU devices, and GPUs as far as there are any."""
   config = tf.ConfigProto(allow_soft_placement=True, device_count={'CPU': num_cpus})
   config.gpu_options.allow_growth = True  # val.py --watch and train.py share a GPU
   return config
@@ -399,12 +406,18 @@ def layer_table():
   import pandas as pd
 
   with tf.Graph().as_default():
-    layers = NETWORK(tf.placeholder(tf.float32, [None, 28, 28, 3]), None, 1, 10, False).layers
-  rows = [(name, 'x'.join(map(str, shape)), parameters, madds) for name, shape, parameters, madds in layers]
-  table = pd.DataFrame(rows, columns=['layer', 'output', 'parameters', 'multiply-adds'])
+    layers = evaluation_network(tf.placeholder(tf.float32, [None, 28, 28, 3]), 10).layers
+  table = pd.DataFrame(columns=['layer', 'output', 'parameters', 'multiply-adds'])
+  for name, output, kernel in layers:
+    multiply_adds = int(np.prod(kernel) * np.prod(output[:-1]))  # a kernel for each output pixel, padding included
+    table.loc[len(table)] = [name, 'x'.join(map(str, output)), np.prod(kernel) + kernel[-1], multiply_adds]
   table.loc[len(table)] = ['total', '', table['parameters'].sum(), table['multiply-adds'].sum()]
   return table.to_string(index=False, formatters=dict.fromkeys(['parameters', 'multiply-adds'], '{:,}'.format))
 
 
+def main(_):
+  print(layer_table())
+
+
 if __name__ == '__main__':
-  data_input.run(lambda _: print(layer_table()), flags.FlagValues(), __doc__)
+  data_input.run(main, flags.FlagValues(), __doc__)

@@ -84,7 +84,7 @@ def predict(path, count, checkpoint, batch_size, num_threads):
   """Names, bytes [count], and logits, float32 [count, 10], of the `count` images of a TFRecords file."""
   with tf.Graph().as_default():
     image_batch, name_batch = tfrecords_batch(path, batch_size, num_threads)
-    logits = network.NETWORK(image_batch, None, 1, len(CLASSES), False).logits
+    logits = network.evaluation_network(image_batch, len(CLASSES)).logits
     with tf.Session(config=network.session_config()) as session:
       checkpoint = network.restore(session, tf.trainable_variables(), checkpoint)
       say('predicting with ' + checkpoint)

@@ -374,7 +374,7 @@ def build(data, devices, epochs, peak, momentum, keep_prob, global_batch=None, a
   variable_devices = network.spread_variables(devices if 'gpu' in devices[0] else devices[:1], data.num_classes)
   towers, tower_grads = [], []
   for i, device in enumerate(devices):
-    with tf.device(network.place(device, variable_devices)), tf.name_scope('tower_%d' % i):
+    with tf.device(network.tower_device(device, variable_devices)), tf.name_scope('tower_%d' % i):
       with tf.variable_scope('', reuse=i > 0):
         tower = network.NETWORK(*data.next_batch(), keep_prob, data.num_classes, True)
       tower_grads.append(optimizer.compute_gradients(weight * tower.losses, tf.trainable_variables()))

@@ -238,7 +238,7 @@ def wide_awake(tmp_path_factory):
   images = np.random.RandomState(3).randint(0, 256, [64, 32, 32, 3]).astype(np.uint8)
   with tf.Graph().as_default(), tf.Session() as session:
     tf.set_random_seed(3)
-    network.NETWORK(tf.placeholder(tf.float32, [None, 28, 28, 3]), None, 1, 10, False)
+    network.evaluation_network(tf.placeholder(tf.float32, [None, 28, 28, 3]), 10)
     session.run(tf.global_variables_initializer())
     values = session.run({variable.op.name: variable for variable in tf.trainable_variables()})
     logits = reference.logits(values, reference.evaluation_images(images))

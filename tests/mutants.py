@@ -61,7 +61,7 @@ MUTANTS = [
   ('network.py', 'keep_prob if is_training else 1', 'keep_prob'),
   ('network.py', '[1, 3, 3, 1], [1, 2, 2, 1]', '[1, 2, 2, 1], [1, 2, 2, 1]'),
   ('network.py', 'rate=1 - self.keep_prob', 'rate=self.keep_prob * 0.9'),
-  ('network.py', 'variance_scaling(2 / live', 'variance_scaling(2 * live'),
+  ('network.py', 'inside**-0.5', 'inside**0.5'),
   ('network.py', 'x = tf.nn.relu(self.dense(x, width', 'x = tf.identity(self.dense(x, width'),
   ('network.py', 'return self.cross_entropy + self.weight_decay', 'return self.cross_entropy'),
   ('network.py', 'key=checkpoint_step)', 'key=str)'),

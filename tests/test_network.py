@@ -29,20 +29,15 @@ def test_layers_shapes_names_and_parameters(full_size):
   assert sum(np.prod(shape) for shape in shapes.values()) == 38947914
   assert shapes['conv1_1/weights'] == [3, 3, 3, 64] and shapes['conv5_1/weights'] == [3, 3, 512, 512]
   assert shapes['fc6/weights'] == [512, 4096] and shapes['fc8/biases'] == [10]
-  assert [shape for _, shape, _, _ in network_.layers] == (
+  assert [shape for _, shape, _ in network_.layers] == (
     [[28, 28, 64], [14, 14, 64], [7, 7, 128], [7, 7, 128]] + [[4, 4, 256]] * 4 + [[2, 2, 512]] * 4 + [[1, 1, 512]] * 4
     + [[4096], [4096], [10]])  # fmt: skip
   assert network_.logits.shape.as_list() == [6, 10] and network_.losses.shape.as_list() == []
 
 
-def test_kernels_are_he_normal_over_the_taps_that_meet_pixels_and_biases_zero(full_size):
-  live = {
-    'conv1': 0.953,
-    'conv2': 0.819,
-    'conv3': 6.25 / 9,
-    'conv4': 4 / 9,
-    'conv5': 1 / 9,
-  }  # by hand: of maps 28, 7, 4, 2, 1 wide
+def test_kernels_are_he_normal_over_the_taps_inside_the_image_and_biases_zero(full_size):
+  # By hand, of maps 28, 7, 4, 2 and 1 wide.
+  inside = {'conv1': 0.953, 'conv2': 0.819, 'conv3': 6.25 / 9, 'conv4': 4 / 9, 'conv5': 1 / 9}
   with tf.Graph().as_default(), tf.Session() as session:
     network.NETWORK(*images_and_labels(), keep_prob=1, num_classes=10, is_training=True)
     session.run(tf.global_variables_initializer())
@@ -50,7 +45,7 @@ def test_kernels_are_he_normal_over_the_taps_that_meet_pixels_and_biases_zero(fu
       if value.ndim == 1:
         assert (value == 0).all()
       else:
-        deviation = np.sqrt(2 / np.prod(value.shape[:-1]) / live.get(variable.op.name[:5], 1))
+        deviation = np.sqrt(2 / np.prod(value.shape[:-1]) / inside.get(variable.op.name[:5], 1))
         assert abs(value.std() / deviation - 1) < 0.06, variable.op.name
         assert abs(value.mean()) < 0.1 * deviation
 
@@ -97,6 +92,7 @@ def test_dropout_only_in_training():
 
 def test_half_of_the_units_are_dropped_and_the_others_doubled():
   with tf.Graph().as_default() as graph, tf.Session() as session:
+    tf.set_random_seed(6)
     images, labels = images_and_labels(2000)
     network.NETWORK(images, labels, 0.5, 10, True)
     session.run(tf.global_variables_initializer())
@@ -137,9 +133,9 @@ def test_run_alone_prints_the_layer_table_and_takes_no_flags():
   rows = [line.split() for line in table.stdout.splitlines()]
   assert table.status == 0 and [row[0] for row in rows[1:]] == LAYERS + ['total']
   assert ['conv1_2', '14x14x64', '36,928', '7,225,344'] in rows
-  # 4 x 4 pixels of 512 x 512 at 2x2; only the centre tap at 1x1.
-  assert ['conv4_2', '2x2x512', '2,359,808', '4,194,304'] in rows and ['conv5_2', '1x1x512', '2,359,808', '262,144'] in rows
-  assert rows[-1] == ['total', '38,947,914', '87,092,224']
+  # 9 taps of 512 x 512 at each of 4 pixels, and at one.
+  assert ['conv4_2', '2x2x512', '2,359,808', '9,437,184'] in rows and ['conv5_2', '1x1x512', '2,359,808', '2,359,296'] in rows
+  assert rows[-1] == ['total', '38,947,914', '113,830,912']
   assert mistake.status.startswith('error: ') and "'no_such_flag'" in mistake.status and not mistake.stdout
 
 

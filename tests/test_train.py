@@ -231,8 +231,8 @@ def test_variables_are_spread_evenly_over_two_devices(full_size):
   assert chosen['fc7/weights'] == 'x' and {chosen['conv5_%d/weights' % i] for i in range(1, 5)} == {'y'}
 
 
-def test_place_follows_the_plan_for_variables_and_pinned_devices_for_the_rest():
-  with tf.Graph().as_default(), tf.device(network.place('/cpu:3', {'v': '/cpu:1'})):
+def test_a_tower_leaves_variables_and_pinned_ops_where_they_are():
+  with tf.Graph().as_default(), tf.device(network.tower_device('/cpu:3', {'v': '/cpu:1'})):
     assert tf.get_variable('v', [2], use_resource=True).op.device.upper().endswith('CPU:1')
     assert tf.constant(1).op.device.upper().endswith('CPU:3')
     with tf.device('/cpu:2'):

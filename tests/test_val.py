@@ -110,7 +110,7 @@ def three_checkpoints(wide_awake, tmp_path):
   """A folder of steps 7, 8 and 20: of one network, of it with shifted logits, and of it again."""
   folder = shutil.copytree(wide_awake, str(tmp_path / 'three'), ignore=shutil.ignore_patterns('eval', 'checkpoint'))
   with tf.Graph().as_default(), tf.Session() as session:
-    network.NETWORK(tf.placeholder(tf.float32, [None, 28, 28, 3]), None, 1, 10, False)
+    network.evaluation_network(tf.placeholder(tf.float32, [None, 28, 28, 3]), 10)
     saver = tf.train.Saver(max_to_keep=9)
     network.restore(session, tf.trainable_variables(), folder)
     saver.save(session, os.path.join(folder, 'model.ckpt'), 20, write_meta_graph=False)

@@ -383,7 +383,7 @@ def hosts(scratch):
     yield 'hosts: not measured, needs root, ip and tc (%s)' % error, '-', '-', ''
     return
   yield 'hosts: 1, seconds a step', alone, '-', ''
-  gradients = 4 * sum(layer[2] for layer in layers())
+  gradients = sum(network.variable_sizes(NUM_CLASSES).values())
   for count in (2, 4):
     seconds, moved, memory = step_of_hosts(count)
     expected = 2 * (count - 1) / count * gradients
@@ -396,14 +396,9 @@ def hosts(scratch):
     yield 'hosts: %d, GB of memory, beside one alone' % count, memory / 1e9, memory_alone / 1e9, memory / memory_alone
 
 
-def layers():
-  with tf.Graph().as_default():
-    return network.NETWORK(tf.placeholder(tf.float32, [None] + SHAPE), None, 1, NUM_CLASSES, False).layers
-
-
 def bare_forward():
   with tf.Graph().as_default() as graph:
-    logits = network.NETWORK(tf.constant(noise(BATCH)[0]), None, 1, NUM_CLASSES, False).logits
+    logits = network.evaluation_network(tf.constant(noise(BATCH)[0]), NUM_CLASSES).logits
     initialize = tf.global_variables_initializer()
 
   def measure():
@@ -418,7 +413,7 @@ def bare_forward():
 def new_checkpoint():
   """Makes a checkpoint of untrained weights; returns its prefix."""
   with tf.Graph().as_default(), tf.Session() as session:
-    network.NETWORK(tf.placeholder(tf.float32, [None] + SHAPE), None, 1, NUM_CLASSES, False)
+    network.evaluation_network(tf.placeholder(tf.float32, [None] + SHAPE), NUM_CLASSES)
     session.run(tf.global_variables_initializer())
     return tf.train.Saver().save(session, os.path.join(FLAGS.scratch, 'model.ckpt'), 0)
 
