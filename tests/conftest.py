@@ -299,7 +299,7 @@ class FixedData(object):
     draw = np.random.RandomState(0)
     self.images = draw.normal(size=[RECORDS, 28, 28, 3]).astype(np.float32)
     self.labels = np.arange(RECORDS) % 10
-    self.batch_size, self.queue_fill, self._next = batch_size, tf.constant(first / RECORDS), first
+    self.batch_size, self.queue_fill, self._next = batch_size, tf.constant((1 + first) / RECORDS), first
 
   def next_batch(self):
     some = slice(self._next, self._next + self.batch_size)

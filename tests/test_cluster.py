@@ -206,8 +206,8 @@ def test_workers_make_the_update_of_one_process_with_all_their_images(two_worker
       assert np.linalg.norm(values[name] - value) <= 1e-4 * np.linalg.norm(value), name
     assert report.pop('signalled') > 0  # though only the second was told
     one.report.pop('signalled', None)
-    # That of the first worker is empty; the second has 8, or 10, of the 16 images.
-    one.report['queue_fill'] = {'equal': 8 / 16 * 8 / 16, 'unequal': 10 / 16 * 6 / 16}[parts]
+    # Weighted by the images of each worker, as all that is reported.
+    one.report['queue_fill'] = {'equal': (8 * 1 / 16 + 8 * 9 / 16) / 16, 'unequal': (6 * 1 / 16 + 10 * 7 / 16) / 16}[parts]
     assert report == {name: pytest.approx(value, rel=1e-4) for name, value in one.report.items()}
 
 
