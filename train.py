@@ -48,6 +48,7 @@ flags.DEFINE_integer('seed', None, 'of weights, order and augmentation (default:
 for name in ('epochs', 'learning_rate', 'momentum', 'keep_prob'):
   flags.register_validator(name, math.isfinite, 'give a finite number', FLAGS)
 
+SAME_FLAGS = ('epochs', 'max_steps', 'learning_rate', 'momentum', 'keep_prob')  # on all machines
 WARMUP_EPOCHS = 5  # He-normal weights without batch norm stay at a cross-entropy of 2.3 if the rate grows faster
 SUMMARY_STEPS = 10  # steps that one TensorBoard point averages
 LINE_SECONDS = 10  # between progress lines
@@ -55,22 +56,6 @@ LINE = (
   'step {step}/{last_step}  epoch {epoch:.2f}  loss {loss:.3f} (cross-entropy {cross_entropy:.3f})  accuracy {accuracy:.1%}  '
   'learning rate {learning_rate:.5f}  queue {queue_fill:.0%}  {images_per_second:.0f} images/s  {left} left'
 )
-
-
-# ---------------------------------------------------------------- devices
-
-
-def tower_devices(num_gpus):
-  """Devices of the towers. Raises flags.Error where more GPUs are asked for than there are."""
-  visible = len(tf.config.experimental.list_physical_devices('GPU'))
-  if not visible:
-    towers = num_gpus or 1
-    data_input.warn('TensorFlow sees no GPU: %d tower%s on the CPU, many times slower than a GPU. If there is one, start with '
-         'TF_CPP_MIN_LOG_LEVEL=0 to read why it is not used' % (towers, ' runs' if towers == 1 else 's run'))  # fmt: skip
-    return ['/cpu:%d' % i for i in range(towers)]
-  if (num_gpus or 0) > visible:
-    raise flags.Error('--num_gpus %d: only %d visible; give at most that' % (num_gpus, visible))
-  return ['/gpu:%d' % i for i in range(num_gpus or visible)]
 
 
 # ---------------------------------------------------------------- several machines
@@ -309,7 +294,22 @@ class AllReduce(Alone):
     os.execv(sys.executable, [sys.executable] + sys.argv)
 
 
-# ---------------------------------------------------------------- graph
+# ---------------------------------------------------------------- towers
+
+
+def tower_devices(num_gpus):
+  """Devices of the towers. Raises flags.Error where more GPUs are asked for than there are."""
+  visible = len(tf.config.experimental.list_physical_devices('GPU'))
+  if not visible:
+    towers = num_gpus or 1
+    data_input.warn(
+      'TensorFlow sees no GPU: %d tower%s on the CPU, many times slower than a GPU. If there is one, start with '
+      'TF_CPP_MIN_LOG_LEVEL=0 to read why it is not used' % (towers, ' runs' if towers == 1 else 's run')
+    )
+    return ['/cpu:%d' % i for i in range(towers)]
+  if (num_gpus or 0) > visible:
+    raise flags.Error('--num_gpus %d: only %d visible; give at most that' % (num_gpus, visible))
+  return ['/gpu:%d' % i for i in range(num_gpus or visible)]
 
 
 def learning_rate(images_seen, num_records, epochs, peak):
@@ -347,7 +347,7 @@ def make_counters():
     return tf.train.get_or_create_global_step(), images_seen
 
 
-Model = collections.namedtuple('Model', 'train_op report finite signalled')
+Model = collections.namedtuple('Model', 'train_op report signalled')
 
 
 def build(data, devices, epochs, peak, momentum, keep_prob, global_batch=None, all_reduce=ALONE.all_reduce):
@@ -359,8 +359,8 @@ def build(data, devices, epochs, peak, momentum, keep_prob, global_batch=None, a
 
   Returns:
     Model: train_op; report, a dict of scalars: step, images_seen and epoch after the update, and loss, cross_entropy,
-    accuracy, learning_rate and queue_fill of before it, means over the images; finite, bool: loss and gradients are;
-    signalled, a placeholder: what is fed there comes out as report['signalled'], a mean as well.
+    accuracy, learning_rate and queue_fill of before it, means over the images; signalled, a placeholder: what is fed
+    there comes out as report['signalled'], a mean as well.
   """
   own_batch = len(devices) * data.batch_size
   weight = own_batch / (global_batch or own_batch)  # this process's part of the means over all images
@@ -391,15 +391,12 @@ def build(data, devices, epochs, peak, momentum, keep_prob, global_batch=None, a
 
   with tf.device('/cpu:0'):
     report = dict(zip(names, tf.unstack(numbers)), learning_rate=rate)
-    # A layer's bias gradient sums all that flows back through it, so these small ones show a NaN in any.
-    small = [report['loss']] + [gradient for gradient in gradients if gradient.shape.ndims == 1]
-    finite = tf.reduce_all([tf.reduce_all(tf.is_finite(value)) for value in small])
     with tf.control_dependencies([update]):
       train_op = tf.assign(images_seen, seen_after).op
     with tf.control_dependencies([train_op]):
       report.update(step=global_step.read_value(), images_seen=images_seen.read_value())
     report['epoch'] = report['images_seen'] / data.num_records
-  return Model(train_op, report, finite, signalled)
+  return Model(train_op, report, signalled)
 
 
 # ---------------------------------------------------------------- hooks
@@ -410,7 +407,6 @@ class StopHook(tf.train.SessionRunHook):
 
   def __init__(self, model, last_step):
     self.signum = None  # the signal that has come to this process
-    self.done = False  # whether the last step is done
     self._model = model
     self._last_step = last_step
     self._previous = {}
@@ -430,41 +426,35 @@ class StopHook(tf.train.SessionRunHook):
     return tf.train.SessionRunArgs(self._model.report, {self._model.signalled: float(self.signum is not None)})
 
   def after_run(self, run_context, values):
-    self.done = values.results['step'] >= self._last_step
-    if values.results['signalled'] or self.done:
+    if values.results['signalled'] or values.results['step'] >= self._last_step:
       run_context.request_stop()
 
 
 class CheckpointHook(tf.train.SessionRunHook):
-  """Saves every `save_steps` steps and at the end; numbers that are not finite end training and are never saved.
+  """Saves every `save_steps` steps and at the end. Numbers that are not finite end training and are never saved.
 
-  `saver`: a network.CheckpointWriter, or None where another process writes.
+  `saver` is a network.CheckpointWriter, or None where another process writes.
   """
 
-  def __init__(self, model, saver, save_steps):
-    self._fetch = [model.report['step'], model.finite]
+  def __init__(self, report, saver, save_steps, last_step):
+    self._fetches = [report['step'], report['loss']]
     self._saver = saver
     self._save_steps = save_steps
-    self._saved = self._step = 0
-    self._all_finite = None
-
-  def begin(self):
-    finite = []
-    for variable in tf.global_variables():
-      with tf.device(variable.device):
-        if variable.dtype.is_floating:
-          finite.append(tf.reduce_all(tf.is_finite(variable.value())))
-    self._all_finite = tf.reduce_all(finite)
+    self._last_step = last_step
+    self._step = 0
+    self._saved = 0
+    floats = [variable for variable in tf.global_variables() if variable.dtype.is_floating]
+    self._all_finite = tf.reduce_all([tf.reduce_all(tf.is_finite(variable.value())) for variable in floats])
 
   def after_create_session(self, session, _):
     self._saved = self._step = session.run(tf.train.get_global_step())
 
   def before_run(self, _):
-    return tf.train.SessionRunArgs(self._fetch)
+    return tf.train.SessionRunArgs(self._fetches)
 
   def after_run(self, run_context, values):
-    self._step, finite = values.results
-    if not finite:
+    self._step, loss = values.results
+    if not np.isfinite(loss):
       self._fail()
     if self._step >= self._saved + self._save_steps:
       self._save(run_context.session)
@@ -474,6 +464,7 @@ class CheckpointHook(tf.train.SessionRunHook):
       self._save(session)
     if self._saver:
       data_input.say('saved step %d in %s' % (self._saved, self._saver.folder))
+      network.mark_training(self._saver.folder, done=self._step >= self._last_step)
 
   def _save(self, session):
     if not session.run(self._all_finite):
@@ -484,8 +475,9 @@ class CheckpointHook(tf.train.SessionRunHook):
 
   def _fail(self):
     raise flags.Error(
-      'step %d: loss, gradients or weights are not finite, and nothing was saved since step %d. '
-      'Lower --learning_rate; started again, training resumes at that step' % (self._step, self._saved))  # fmt: skip
+      'step %d: loss or weights are not finite, and nothing was saved since step %d. Lower --learning_rate; started again, '
+      'training resumes at that step' % (self._step, self._saved)
+    )
 
 
 class ProgressHook(tf.train.SessionRunHook):
@@ -495,16 +487,18 @@ class ProgressHook(tf.train.SessionRunHook):
     self._report = {name: tensor for name, tensor in report.items() if name != 'signalled'}
     self._summaries = data_input.Summaries(folder)
     self._last_step = last_step
-    self._first_step = self._images_seen = 0
-    self._bar = None
+    self._first_step = 0
+    self._images_seen = 0  # at the last point
+    self._since = 0.0  # the time of the last point
+    self._line_time = 0.0
     self._points = []
-    self._since = self._line_time = 0
+    self._bar = None
 
   def after_create_session(self, session, _):
     self._first_step, self._images_seen = session.run([tf.train.get_global_step(), tf.global_variables('images_seen')[0]])
     self._summaries.start(session.graph, self._first_step)
-    self._bar = tqdm(total=self._last_step, initial=self._first_step, disable=None, file=sys.stderr,
-                     bar_format='{percentage:3.0f}%|{bar:30}| {desc}')  # fmt: skip
+    bar_format = '{percentage:3.0f}%|{bar:30}| {desc}'
+    self._bar = tqdm(total=self._last_step, initial=self._first_step, disable=None, file=sys.stderr, bar_format=bar_format)
     self._since = time.time()
 
   def before_run(self, _):
@@ -518,18 +512,22 @@ class ProgressHook(tf.train.SessionRunHook):
       self._show(values.results)
 
   def _show(self, last):
-    now, step = time.time(), last['step']
+    step = last['step']
+    seconds = time.time() - self._since
     mean = {name: float(np.mean([point[name] for point in self._points])) for name in self._report}
-    mean['images_per_second'] = (last['images_seen'] - self._images_seen) / (now - self._since)
-    left = tqdm.format_interval((self._last_step - step) * (now - self._since) / len(self._points))
-    self._since, self._points, self._images_seen = now, [], last['images_seen']
-    self._summaries.add(data_input.scalars({name: mean[name] for name in mean if name not in ('step', 'images_seen')}), step)
+    mean['images_per_second'] = (last['images_seen'] - self._images_seen) / seconds
+    left = tqdm.format_interval((self._last_step - step) * seconds / len(self._points))
+    self._since += seconds
+    self._images_seen = last['images_seen']
+    self._points = []
+    curves = {name: mean[name] for name in mean if name not in ('step', 'images_seen')}
+    self._summaries.add(data_input.scalars(curves), step)
     self._bar.update(step - self._bar.n)
     self._bar.set_description_str('step %d/%d  %s left' % (step, self._last_step, left))
-    if now > self._line_time + LINE_SECONDS or step == self._last_step:
-      self._line_time = now
-      line = dict(mean, step=step, last_step=self._last_step, epoch=last['epoch'], left=left)
-      data_input.say(LINE.format(**line))
+    if self._since > self._line_time + LINE_SECONDS or step == self._last_step:
+      self._line_time = self._since
+      mean.update(step=step, last_step=self._last_step, epoch=last['epoch'], left=left)
+      data_input.say(LINE.format(**mean))
 
   def end(self, _):
     self._bar.close()
@@ -539,10 +537,23 @@ class ProgressHook(tf.train.SessionRunHook):
 # ---------------------------------------------------------------- the run
 
 
+def do_other_work(own):
+  """Does not return where TF_CONFIG gives this process another role than that of a worker."""
+  if own.startswith('ps '):
+    data_input.say('%s has nothing to do: every worker holds the model' % own)
+    sys.exit(0)
+  if own.startswith('evaluator '):
+    script = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'val.py')
+    folders = ['--data_dir', FLAGS.data_dir, '--checkpoint_dir', FLAGS.checkpoint_dir]
+    os.execv(sys.executable, [sys.executable, script, '--watch'] + folders)
+
+
 def read_counters(checkpoint):
-  """Global step and images seen of a checkpoint; zeros for None."""
+  """Returns global step and images seen of a checkpoint; zeros for None."""
+  if not checkpoint:
+    return [0, 0]
   with tf.Graph().as_default():
-    return [int(value) for value in network.read_values(checkpoint, make_counters())[1]] if checkpoint else [0, 0]
+    return [int(value) for value in network.read_values(checkpoint, make_counters())[1]]
 
 
 def print_header(devices, global_batch, data, folder):
@@ -574,15 +585,40 @@ def train(workers, model, hooks, checkpoint, num_cpus):
     raise flags.Error('reading the training data failed: %s' % network.reason_of(error))
 
 
-def do_other_work(own):
-  """Does not return where TF_CONFIG gives this process another role than that of a worker."""
-  if own.startswith('ps '):
-    data_input.say('%s has nothing to do: every worker holds the model' % own)
-    sys.exit(0)
-  if own.startswith('evaluator '):
-    script = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'val.py')
-    folders = ['--data_dir', FLAGS.data_dir, '--checkpoint_dir', FLAGS.checkpoint_dir]
-    os.execv(sys.executable, [sys.executable, script, '--watch'] + folders)
+def train_to_the_end(workers, devices):
+  """Trains until the last step is done or a signal comes; returns the signal's number, or None."""
+  checkpoint, folder, saver = None, None, None  # only the chief reads and writes checkpoints
+  if workers.rank == 0:
+    checkpoint = network.resume_point(FLAGS.checkpoint_dir)
+    folder = os.path.dirname(checkpoint) or '.' if checkpoint else FLAGS.checkpoint_dir
+  tf.set_random_seed(None if FLAGS.seed is None else FLAGS.seed + workers.rank)
+  data = data_input.data_input(FLAGS.data_dir, FLAGS.batch_size, len(data_input.CLASSES), True, FLAGS.num_threads)
+
+  same = {'--' + name: getattr(FLAGS, name) or 0 for name in SAME_FLAGS}
+  same['number of records'] = data.num_records
+  own_batch = len(devices) * FLAGS.batch_size
+  (first_step, images_seen), global_batch = workers.agree(read_counters(checkpoint), same, own_batch)
+  steps_to_do = math.ceil((FLAGS.epochs * data.num_records - images_seen) / global_batch)
+  last_step = min(first_step + steps_to_do, FLAGS.max_steps or math.inf)
+  source = checkpoint or "the chief's checkpoint"
+  if first_step >= last_step:
+    data_input.say('nothing to do: %s is of step %d; raise --epochs or --max_steps to go on' % (source, first_step))
+    return None
+
+  model = build(
+    data, devices, FLAGS.epochs, FLAGS.learning_rate, FLAGS.momentum, FLAGS.keep_prob, global_batch, workers.all_reduce
+  )
+  print_header(devices, global_batch, data, folder or "the chief's folder")
+  resuming = 'resuming %s, step %d of %d' % (source, first_step, last_step)
+  data_input.say(resuming if first_step else 'starting, %d steps' % last_step)
+  if folder:
+    network.mark_training(folder, done=False)
+    saver = network.CheckpointWriter(folder, FLAGS.keep_checkpoints)
+  stop = StopHook(model, last_step)
+  saves = CheckpointHook(model.report, saver, FLAGS.save_steps, last_step)
+  progress = ProgressHook(model.report, folder, last_step)
+  train(workers, model, [stop, saves, progress], checkpoint, len(devices))
+  return stop.signum
 
 
 def main(_):
@@ -590,39 +626,10 @@ def main(_):
   do_other_work(own)
   devices = tower_devices(FLAGS.num_gpus)
   workers = AllReduce(members, own, len(devices)) if members else ALONE
-  is_chief = workers.rank == 0
-  checkpoint = network.resume_point(FLAGS.checkpoint_dir) if is_chief else None
-  folder = os.path.dirname(checkpoint) or '.' if checkpoint else FLAGS.checkpoint_dir
   with workers.recovery(), tf.Graph().as_default(), tf.device(workers.device):
-    tf.set_random_seed(None if FLAGS.seed is None else FLAGS.seed + workers.rank)
-    data = data_input.data_input(FLAGS.data_dir, FLAGS.batch_size, len(data_input.CLASSES), True, FLAGS.num_threads)
-    same = {'--epochs': FLAGS.epochs, '--max_steps': FLAGS.max_steps or 0, '--learning_rate': FLAGS.learning_rate,
-            '--momentum': FLAGS.momentum, '--keep_prob': FLAGS.keep_prob, 'number of records': data.num_records}  # fmt: skip
-    own_batch = len(devices) * FLAGS.batch_size
-    (first_step, images_seen), global_batch = workers.agree(read_counters(checkpoint), same, own_batch)
-    steps_to_do = max(0, math.ceil((FLAGS.epochs * data.num_records - images_seen) / global_batch))
-    last_step = min(first_step + steps_to_do, FLAGS.max_steps or math.inf)
-    source = checkpoint or "the chief's checkpoint"
-    if first_step >= last_step:
-      data_input.say('nothing to do: %s is of step %d; raise --epochs or --max_steps to go on' % (source, first_step))
-      return
-    model = build(
-      data, devices, FLAGS.epochs, FLAGS.learning_rate, FLAGS.momentum, FLAGS.keep_prob, global_batch, workers.all_reduce
-    )
-    print_header(devices, global_batch, data, folder if is_chief else "the chief's folder")
-    resuming = 'resuming %s, step %d of %d' % (source, first_step, last_step)
-    data_input.say(resuming if first_step else 'starting, %d steps' % last_step)
-    stop = StopHook(model, last_step)
-    saver = network.CheckpointWriter(folder, FLAGS.keep_checkpoints) if is_chief else None
-    saves = CheckpointHook(model, saver, FLAGS.save_steps)
-    progress = ProgressHook(model.report, folder if is_chief else None, last_step)
-    if is_chief:
-      network.mark_training(folder, done=False)
-    train(workers, model, [stop, saves, progress], checkpoint, len(devices))
-    if is_chief and stop.done:
-      network.mark_training(folder, done=True)
-  if stop.signum:
-    sys.exit(128 + stop.signum)
+    signum = train_to_the_end(workers, devices)
+  if signum:
+    sys.exit(128 + signum)
 
 
 if __name__ == '__main__':
